@@ -1,0 +1,263 @@
+"""Joins an optimizer's parameters to their places on the tiles, and applies the update there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tierstore.errors import OptimizerError
+from tierstore.layout import Extent, StateLayout
+from tierstore.update import CUT_NUMEL, Habit, Run, lend, take_step
+
+if TYPE_CHECKING:
+    import torch
+
+    from tierstore.stream import TileViews
+
+__all__ = ["BoundShard", "ShardUpdate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundShard:
+    """The tensors that one shard of a layout stands for.
+
+    Parameters
+    ----------
+    main
+        What the optimizer's groups hold for the shard; its ``grad`` (fp32, ``numel`` elements) is
+        read at each step.
+    weight
+        Flat view, ``numel`` elements, of the model's weight, written after each update.
+    weight_is_main
+        The weight is fp32 and its own main param: it is the truth, and the tier's ``main`` is a
+        shadow of it.
+    """
+
+    main: torch.Tensor
+    weight: torch.Tensor
+    weight_is_main: bool
+
+
+class ShardUpdate:
+    """The step of one optimizer, tile by tile: `begin`, `visit` for every tile, `finish`.
+
+    Parameters
+    ----------
+    optimizer
+        The user's optimizer. Its ``state`` holds the scalars (a step counter) for each main param
+        and nothing else; its groups hold the main params.
+    layout
+        Where the shards lie.
+    habit
+        What `study` found.
+    shards
+        One for each shard of the layout, in its order.
+
+    Raises
+    ------
+    OptimizerError
+        The optimizer needs cuts at multiples of 64 elements, and the layout has others.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        layout: StateLayout,
+        habit: Habit,
+        shards: Sequence[BoundShard],
+    ) -> None:
+        self._optimizer = optimizer
+        self._layout = layout
+        self._habit = habit
+        self._shards = shards
+        group_of = {
+            id(main): index
+            for index, group in enumerate(optimizer.param_groups)
+            for main in group["params"]
+        }
+        self._groups = [group_of[id(shard.main)] for shard in shards]
+        self._stretches = [self._merge(layout.extents(tile)) for tile in range(layout.n_tiles)]
+        self._scalars: list[tuple[float, ...]] = []
+        self._advanced: dict[int, dict[str, torch.Tensor]] = {}
+        self._advanced_groups: dict[int, dict[str, Any]] = {}
+        self._check_cuts()
+
+    def _check_cuts(self) -> None:
+        if self._habit.cut_numel == 1:
+            return
+        for stretches in self._stretches:
+            for extent in (extent for stretch in stretches for extent in stretch):
+                if extent.shard_start % CUT_NUMEL:
+                    raise OptimizerError(
+                        f"{type(self._optimizer).__name__} is bit-identical only when parameters "
+                        f"are cut at multiples of {CUT_NUMEL} elements, and the tiles cut "
+                        f"{self._layout.shards[extent.shard].name} at element "
+                        f"{extent.shard_start} of this rank's shard. On the CPU fused=True does "
+                        "this: use fused=False (or foreach=True)"
+                    )
+
+    def _merge(self, extents: Iterable[Extent]) -> list[tuple[Extent, ...]]:
+        """Extents that lie side by side and may be updated as one, as far as is known for good."""
+        stretches: list[list[Extent]] = []
+        for extent in extents:
+            if stretches and self._joins(stretches[-1][-1], extent):
+                stretches[-1].append(extent)
+            else:
+                stretches.append([extent])
+        return [tuple(stretch) for stretch in stretches]
+
+    def _joins(self, left: Extent, right: Extent) -> bool:
+        mine, other = self._shards[left.shard], self._shards[right.shard]
+        return (
+            left.tile_start + left.numel == right.tile_start
+            and self._groups[left.shard] == self._groups[right.shard]
+            and mine.weight_is_main == other.weight_is_main
+            # A vector kernel treats the last elements of a tensor differently.
+            and (self._habit.cut_numel == 1 or left.numel % CUT_NUMEL == 0)
+            and _adjacent(
+                mine.weight[left.shard_start :][: left.numel], other.weight[right.shard_start :]
+            )
+        )
+
+    def begin(self) -> None:
+        """Take down the scalars of every shard as they are before the step."""
+        live = [self._live(shard) for shard in self._shards]
+        columns = []
+        for name in self._habit.scalars:
+            columns.append(_values([scalars[name] for scalars in live]))
+        self._scalars = list(zip(*columns, strict=True)) if columns else [()] * len(self._shards)
+        self._advanced, self._advanced_groups = {}, {}
+
+    def _live(self, shard: BoundShard) -> dict[str, torch.Tensor]:
+        """The optimizer's own scalars for a shard, made on first use."""
+        state = self._optimizer.state[shard.main]
+        for name, template in self._habit.scalars.items():
+            if name not in state:
+                state[name] = template.clone()
+        return dict(state)
+
+    def visit(self, views: TileViews) -> None:
+        """Update one tile in place and copy the result into the model's weights."""
+        parts = [
+            part
+            for stretch in self._stretches[views.tile.index]
+            for part in self._split(stretch)
+        ]
+        runs = [self._run(part, views.arrays) for part in parts]
+        with lend(self._optimizer, runs) as groups:
+            take_step(self._optimizer)
+        for part, run in zip(parts, runs, strict=True):
+            self._keep(part, run, views.arrays)
+        for index, group in enumerate(groups):
+            if group["params"]:
+                live = self._optimizer.param_groups[index]
+                self._advanced_groups[index] = {
+                    name: value
+                    for name, value in group.items()
+                    if name != "params" and value is not live.get(name)
+                }
+
+    def _split(self, stretch: tuple[Extent, ...]) -> Iterable[list[Extent]]:
+        """Split a stretch where steps, presence of a gradient or places of gradients differ."""
+        part: list[Extent] = []
+        for extent in stretch:
+            if part and not self._goes_on(part[-1], extent):
+                yield part
+                part = []
+            part.append(extent)
+        yield part
+
+    def _goes_on(self, left: Extent, right: Extent) -> bool:
+        if self._scalars[left.shard] != self._scalars[right.shard]:
+            return False
+        mine, other = self._shards[left.shard].main.grad, self._shards[right.shard].main.grad
+        if mine is None or other is None:
+            return mine is other
+        return _adjacent(
+            mine.view(-1)[left.shard_start :][: left.numel], other.view(-1)[right.shard_start :]
+        )
+
+    def _run(self, part: list[Extent], arrays: dict[str, torch.Tensor]) -> Run:
+        first, last = part[0], part[-1]
+        place = slice(first.tile_start, last.tile_start + last.numel)
+        numel = place.stop - place.start
+        shard = self._shards[first.shard]
+        main = arrays["main"][place]
+        if shard.weight_is_main:
+            main.copy_(_stretched(shard.weight, first.shard_start, numel))
+        grad = shard.main.grad
+        state = {name: arrays[name][place] for name in self._habit.arrays}
+        for name, value in self._live(shard).items():
+            state[name] = value.clone()
+        return Run(
+            group=self._groups[first.shard],
+            main=main,
+            grad=None if grad is None else _stretched(grad.view(-1), first.shard_start, numel),
+            state=state,
+        )
+
+    def _keep(self, part: list[Extent], run: Run, arrays: dict[str, torch.Tensor]) -> None:
+        first = part[0]
+        for name in self._habit.arrays:
+            place = arrays[name][first.tile_start : first.tile_start + run.main.numel()]
+            if run.state[name].data_ptr() != place.data_ptr():
+                # The optimizer put a new tensor where it had been lent one.
+                place.copy_(run.state[name])
+        shard = self._shards[first.shard]
+        _stretched(shard.weight, first.shard_start, run.main.numel()).copy_(run.main)
+        if self._habit.scalars:
+            scalars = {name: run.state[name] for name in self._habit.scalars}
+            for extent in part:
+                self._advanced[extent.shard] = scalars
+
+    def finish(self) -> None:
+        """Move the optimizer's own counters on, once for the whole step."""
+        for index, scalars in self._advanced.items():
+            state = self._optimizer.state[self._shards[index].main]
+            for name, value in scalars.items():
+                state[name].copy_(value)
+        for index, changed in self._advanced_groups.items():
+            self._optimizer.param_groups[index].update(changed)
+
+    def counters(self) -> dict[str, Any]:
+        """Step counters as JSON values: of each group, and of each shard in runs of equal ones."""
+        groups = [
+            {name: group[name] for name in ("step",) if isinstance(group.get(name), int)}
+            for group in self._optimizer.param_groups
+        ]
+        scalars = {}
+        for name in self._habit.scalars:
+            runs: list[list[float]] = []
+            for value in _values([self._live(shard)[name] for shard in self._shards]):
+                if runs and runs[-1][0] == value:
+                    runs[-1][1] += 1
+                else:
+                    runs.append([value, 1])
+            scalars[name] = runs
+        return {"groups": groups, "scalars": scalars}
+
+
+def _values(scalars: Sequence[torch.Tensor]) -> list[float]:
+    import torch
+
+    if not scalars:
+        return []
+    # One transfer for all of them, where they are on a device.
+    return [float(value) for value in torch.stack([s.reshape(()) for s in scalars]).tolist()]
+
+
+def _adjacent(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether `right` starts in memory where `left` ends, in the same allocation."""
+    return (
+        left.data_ptr() + left.numel() * left.element_size() == right.data_ptr()
+        and left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+    )
+
+
+def _stretched(flat: torch.Tensor, start: int, numel: int) -> torch.Tensor:
+    """`numel` elements from element `start` of a flat tensor on, past its end if need be.
+
+    Past the end lie the neighbours that `_adjacent` found in the same allocation.
+    """
+    return flat.as_strided((numel,), (1,), flat.storage_offset() + start)

@@ -1,0 +1,91 @@
+"""What a user can choose, checked once, when it is chosen."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierstore.errors import ConfigError
+from tierstore.layout import DEFAULT_TILE_NUMEL, MAX_CHUNK_NUMEL, TILE_NUMEL_MULTIPLE
+
+__all__ = ["RECOVERY_MODES", "TierConfig"]
+
+RECOVERY_MODES = ("step", "none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierConfig:
+    """Where the optimizer state lives and how much memory may carry it.
+
+    Parameters
+    ----------
+    tier
+        Name of a registered tier (``nvme``, ``cpu``, ...).
+    directory
+        Where a file tier makes its store; each run makes a directory of its own in it.
+    chunk_numel
+        Most elements of one chunk (one file), at most 200,000,000.
+    tile_numel
+        Elements of one tile, a multiple of 1024; small arrays get smaller tiles.
+    slots
+        Tiles that device memory holds at once, at least 1 (2 to overlap anything).
+    host_memory_nbytes
+        Cap on the page-locked memory that file tiers pass tiles through; None takes as much as
+        `slots` tiles in and `slots` tiles out need.
+    role
+        Keeps two stores of one job apart (an actor and a critic).
+    recovery
+        ``step``: a crash at any point leaves the last finished step whole (needs the space
+        twice). ``none``: overwrite in place; a crash in mid-step loses the state.
+    io_threads
+        Threads that read and, apart from those, threads that write.
+    timeout_s
+        Seconds after which a transfer that has not come back is an error.
+
+    Raises
+    ------
+    ConfigError
+        Names every value that is out of range, all at once.
+    """
+
+    tier: str
+    directory: Path | None = None
+    chunk_numel: int = MAX_CHUNK_NUMEL
+    tile_numel: int = DEFAULT_TILE_NUMEL
+    slots: int = 4
+    host_memory_nbytes: int | None = None
+    role: str = "train"
+    recovery: str = "step"
+    io_threads: int = 4
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        wrong = []
+        if not TILE_NUMEL_MULTIPLE <= self.chunk_numel <= MAX_CHUNK_NUMEL:
+            wrong.append(
+                f"chunk_numel is {self.chunk_numel:,}; it must lie between "
+                f"{TILE_NUMEL_MULTIPLE:,} and {MAX_CHUNK_NUMEL:,} elements"
+            )
+        if self.tile_numel < TILE_NUMEL_MULTIPLE or self.tile_numel % TILE_NUMEL_MULTIPLE:
+            wrong.append(
+                f"tile_numel is {self.tile_numel:,}; it must be a positive multiple of "
+                f"{TILE_NUMEL_MULTIPLE:,} elements, so that tiles fill whole 4096-byte blocks"
+            )
+        if self.slots < 1:
+            wrong.append(f"slots is {self.slots}; at least 1 is needed, 4 are usual")
+        if self.host_memory_nbytes is not None and self.host_memory_nbytes < 1:
+            wrong.append(f"host_memory_nbytes is {self.host_memory_nbytes}; leave it out for no cap")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", self.role):
+            wrong.append(
+                f"role is {self.role!r}; it becomes part of a directory name: up to 64 letters, "
+                "digits, '.', '_' and '-', and a letter or digit first"
+            )
+        if self.recovery not in RECOVERY_MODES:
+            wrong.append(f"recovery is {self.recovery!r}; choose one of {', '.join(RECOVERY_MODES)}")
+        if self.io_threads < 1:
+            wrong.append(f"io_threads is {self.io_threads}; at least 1 is needed")
+        if not self.timeout_s > 0:
+            wrong.append(f"timeout_s is {self.timeout_s}; it must be a positive number of seconds")
+        if wrong:
+            raise ConfigError("; ".join(wrong))

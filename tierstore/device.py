@@ -1,0 +1,166 @@
+"""The one seam between streaming and the device: copies, events and order, on CUDA or on the CPU.
+
+Order is always said by events that the caller passes on, never by which stream happens to be
+current. On a CUDA device there are three streams: one for copies in, one for copies out, and the
+caller's own current stream for the update, so that gradients made and weights read by the caller
+need no further synchronisation. On the CPU every copy is done when the call returns and events
+are None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tierstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CpuDevice", "CudaDevice", "Device", "Event", "open_device"]
+
+# A torch.cuda.Event, or None where everything is done at once.
+Event = Any
+
+
+class Device(Protocol):
+    """What the core and the backends need of a device."""
+
+    torch_device: torch.device
+    asynchronous: bool
+    """Whether copies are queued (and done when their event is) or done when the call returns."""
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Uninitialised bytes on the device: shape ``(nbytes,)``, uint8."""
+
+    def copy_in(self, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event]) -> Event:
+        """Copy host memory to the device once all of `after` have happened; return the copy's event."""
+
+    def copy_out(self, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event]) -> Event:
+        """Copy device memory to the host once all of `after` have happened; return the copy's event."""
+
+    def mark(self) -> Event:
+        """Event that happens when all that the caller has queued so far is done."""
+
+    def wait(self, event: Event) -> None:
+        """Let what the caller queues from now on start only after `event`."""
+
+    def synchronize(self) -> None:
+        """Return when everything queued so far, by anybody, is done."""
+
+
+class CpuDevice:
+    """Tensors in ordinary memory: no streams, nothing is queued."""
+
+    asynchronous = False
+
+    def __init__(self) -> None:
+        import torch
+
+        self.torch_device = torch.device("cpu")
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """See `Device`."""
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def copy_in(self, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event]) -> Event:
+        """See `Device`."""
+        dst.copy_(src)
+
+    copy_out = copy_in
+
+    def mark(self) -> Event:
+        """See `Device`."""
+        return None
+
+    def wait(self, event: Event) -> None:
+        """See `Device`."""
+
+    def synchronize(self) -> None:
+        """See `Device`."""
+
+
+class CudaDevice:
+    """One CUDA device, with one stream for copies in and one for copies out.
+
+    Parameters
+    ----------
+    device
+        A CUDA device with an index.
+    """
+
+    asynchronous = True
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self.torch_device = device
+        self._in = torch.cuda.Stream(device)
+        self._out = torch.cuda.Stream(device)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """See `Device`."""
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def copy_in(self, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event]) -> Event:
+        """See `Device`."""
+        return self._copy(self._in, dst, src, after)
+
+    def copy_out(self, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event]) -> Event:
+        """See `Device`."""
+        return self._copy(self._out, dst, src, after)
+
+    def _copy(self, stream: Any, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event]) -> Event:
+        import torch
+
+        # Called from I/O threads as well: the current stream is the thread's own.
+        with torch.cuda.stream(stream):
+            for event in after:
+                stream.wait_event(event)
+            dst.copy_(src, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(stream)
+        return done
+
+    def mark(self) -> Event:
+        """See `Device`."""
+        import torch
+
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return event
+
+    def wait(self, event: Event) -> None:
+        """See `Device`."""
+        import torch
+
+        if event is not None:
+            torch.cuda.current_stream(self.torch_device).wait_event(event)
+
+    def synchronize(self) -> None:
+        """See `Device`."""
+        import torch
+
+        torch.cuda.synchronize(self.torch_device)
+
+
+def open_device(device: torch.device) -> Device:
+    """The seam for one torch device.
+
+    Raises
+    ------
+    ConfigError
+        Neither a CPU nor a CUDA device.
+    """
+    import torch
+
+    if device.type == "cpu":
+        return CpuDevice()
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return CudaDevice(torch.device("cuda", index))
+    raise ConfigError(f"optimizer state on device {device} can't be streamed; use cpu or cuda")

@@ -1,0 +1,147 @@
+"""`RankState`: all optimizer state of one rank, stepped optimizer by optimizer, committed whole."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tierstore.errors import StateError
+from tierstore.metrics import SweepMetrics
+from tierstore.stream import StateStream, TileViews
+from tierstore.window import Window
+
+if TYPE_CHECKING:
+    from tierstore.store import OptimizerLayout, TierStore
+
+__all__ = ["RankState", "Visit"]
+
+_logger = logging.getLogger("tierstore.step")
+
+Visit = Callable[[TileViews], None]
+Counters = Callable[[], Mapping[str, Any]]
+
+
+class RankState:
+    """The store of a rank, its window, and the account of its steps.
+
+    Parameters
+    ----------
+    store
+        A new store; it is allocated here.
+    optimizers
+        The chain, in the order in which it steps.
+    counters
+        Gives the step counters of all optimizers as JSON values, for the commit.
+
+    Attributes
+    ----------
+    step, sweeps
+        Steps committed, and sweeps of single optimizers finished in them.
+    last, total
+        Metrics of the last step, and sums over all of them.
+    """
+
+    def __init__(
+        self, store: TierStore, optimizers: Sequence[OptimizerLayout], counters: Counters
+    ) -> None:
+        self.store = store
+        self.optimizers = {entry.name: entry for entry in optimizers}
+        self._counters = counters
+        store.allocate(optimizers)
+        self.window = Window(store.device, store.config.slots, optimizers)
+        self._streams = {
+            entry.name: StateStream(store, entry, self.window) for entry in optimizers
+        }
+        self._swept: set[str] = set()
+        self._current = SweepMetrics()
+        self.step = 0
+        self.sweeps = 0
+        self.last: SweepMetrics | None = None
+        self.total = SweepMetrics()
+
+    def fill(self, visits: Mapping[str, Visit]) -> None:
+        """Write every array for the first time, from zeros and what the visits put in; commit."""
+        self.store.begin()
+        for name, stream in self._streams.items():
+            stream.sweep(visits[name], reads=False)
+        self.store.commit(self.step, self._counters())
+
+    def rewrite(self, visits: Mapping[str, Visit]) -> None:
+        """Let the visits change the state outside of a step; the rest is carried over; commit."""
+        self._require_between_steps()
+        self.store.begin()
+        for name, stream in self._streams.items():
+            stream.sweep(visits.get(name, lambda views: None))
+        self.store.commit(self.step, self._counters())
+
+    def look(self, name: str, visit: Visit, tiles: Sequence[int]) -> None:
+        """Show some tiles of one optimizer's last committed state to a visit."""
+        self._require_between_steps()
+        self._streams[name].sweep(visit, order=tiles, writes=False)
+
+    def advance(self, name: str, visit: Visit, finish: Callable[[], None]) -> None:
+        """Step one optimizer of the chain; the last one to step commits for all.
+
+        Parameters
+        ----------
+        name
+            Which optimizer.
+        visit
+            Updates one tile.
+        finish
+            Moves the optimizer's counters on when all tiles are through.
+
+        Raises
+        ------
+        StateError
+            The optimizer steps again before the others of its chain have.
+        TierStoreError
+            What streaming or committing met; the store then needs a rollback.
+        """
+        if name in self._swept:
+            missing = ", ".join(sorted(set(self._streams) - self._swept))
+            raise StateError(
+                f"{self.store}: {name} steps a second time, and {missing} has not stepped yet: "
+                "all optimizers of a chain must step together"
+            )
+        if not self._swept:
+            self._current = SweepMetrics()
+            self.store.begin()
+        self._current.add(self._streams[name].sweep(visit))
+        finish()
+        self._swept.add(name)
+        if len(self._swept) == len(self._streams):
+            self._swept.clear()
+            self._commit_step()
+
+    def _commit_step(self) -> None:
+        started = time.perf_counter()
+        self.store.commit(self.step + 1, self._counters())
+        self._current.commit_s = time.perf_counter() - started
+        self._current.wall_s += self._current.commit_s
+        self.step += 1
+        self.sweeps += len(self._streams)
+        self.last = self._current
+        self.total.add(self._current)
+        _logger.info(
+            "step %d rank %d tier=%s %s (%.3f GiB)",
+            self.step,
+            self.store.identity.rank,
+            self.store.tier,
+            self.last.line(),
+            self.window.nbytes / 2**30,
+        )
+
+    def _require_between_steps(self) -> None:
+        if self._swept:
+            raise StateError(
+                f"{self.store}: {', '.join(sorted(self._swept))} stepped and the rest of the "
+                "chain has not; the state can't be read or changed in between"
+            )
+
+    def close(self) -> None:
+        """Give back window, memory and threads."""
+        self.store.close()
+        del self.window, self._streams

@@ -1,0 +1,519 @@
+"""`TierStore`: the interface that a tier implements, and the rules that hold for every tier.
+
+The public methods check and keep account; a tier implements the underscored ones. A store belongs
+to one rank and holds all optimizers of the rank's chain. Its life::
+
+    allocate ---> begin ---> write every tile of every array ---> commit ---> begin ---> ...
+                    ^             (reads see the last commit)        |
+                    '--------------- rollback <--- an error ---------'
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from tierstore.errors import (
+    LayoutError,
+    StateError,
+    TierStoreError,
+    TransferTimeoutError,
+)
+from tierstore.zarr_format import ArrayFormat
+
+if TYPE_CHECKING:
+    import torch
+
+    from tierstore.config import TierConfig
+    from tierstore.device import Device, Event
+    from tierstore.layout import StateLayout
+
+__all__ = [
+    "ArrayKey",
+    "Capabilities",
+    "Commit",
+    "Identity",
+    "OptimizerLayout",
+    "Probe",
+    "TierStore",
+    "Transfer",
+]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ArrayKey:
+    """Name of one array of a store: ``opt-0`` and ``exp_avg``."""
+
+    optimizer: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.optimizer}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerLayout:
+    """The arrays of one optimizer.
+
+    Parameters
+    ----------
+    name
+        ``opt-0``, ``opt-1``, ...: the optimizer's place in the chain.
+    layout
+        The grid and the shards, shared by all arrays.
+    arrays
+        Array name to element type (torch's name): ``main`` and one per state tensor.
+    """
+
+    name: str
+    layout: StateLayout
+    arrays: Mapping[str, str]
+
+    def keys(self) -> list[ArrayKey]:
+        """The arrays in order."""
+        return [ArrayKey(self.name, array) for array in self.arrays]
+
+    def format(self, array: str, *, checksums: bool = True) -> ArrayFormat:
+        """Places and metadata of one array's chunk files."""
+        return ArrayFormat(
+            dtype=self.arrays[array],
+            numel=self.layout.numel,
+            chunk_numel=self.layout.chunk_numel,
+            tile_numel=self.layout.tile_numel,
+            checksums=checksums,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Whose state this is.
+
+    Parameters
+    ----------
+    nonce
+        Text drawn once per run and equal on all its ranks.
+    rank
+        Global rank.
+    topology
+        Sizes and ranks of the parallel groups, for people and for loading elsewhere.
+    """
+
+    nonce: str
+    rank: int = 0
+    topology: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """One finished generation.
+
+    Parameters
+    ----------
+    step
+        Optimizer steps that the state has seen.
+    state
+        What belongs to the generation beside the arrays, as JSON values: step counters by
+        optimizer, and what the trainer gave.
+    """
+
+    step: int
+    state: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a tier can do beyond reading and writing.
+
+    Parameters
+    ----------
+    durable
+        Committed state outlives the process, and `TierStore.open` finds it again.
+    rollback
+        An error between `begin` and `commit` leaves the last commit whole.
+    """
+
+    durable: bool
+    rollback: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Whether and how a tier can run at a place, found out by trying.
+
+    Parameters
+    ----------
+    tier, ok, reason
+        The tier's name, whether it can run, and if not, why not.
+    mode
+        How bytes really move: ``direct``, ``buffered``, ``page-locked``, ``pageable``, ...
+    details
+        Anything worth printing: file system, free bytes.
+    """
+
+    tier: str
+    ok: bool
+    mode: str
+    reason: str = ""
+    details: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+
+class Transfer:
+    """One tile of one array on its way.
+
+    Attributes
+    ----------
+    device_done
+        Resolves, to an event or None, when the device's end is in order: after a read, what waits
+        for the event sees the tile; after a write, what waits for the event may reuse the tensor.
+    settled
+        Resolves when the bytes are on the tier (write) or checked (read), or to the error.
+    """
+
+    __slots__ = ("device_done", "settled")
+
+    def __init__(self) -> None:
+        self.device_done: Future[Event] = Future()
+        self.settled: Future[None] = Future()
+
+    def fail(self, error: BaseException) -> None:
+        """Resolve both ends to `error`."""
+        if not self.device_done.done():
+            self.device_done.set_exception(error)
+        self.settled.set_exception(error)
+
+
+class TierStore(ABC):
+    """State arrays of one rank on one tier.
+
+    A tier is added by subclassing this, registering the class under the entry point group
+    ``tierstore.backends``, and subclassing ``tierstore.testing.TierStoreTests`` for its tests.
+
+    Parameters
+    ----------
+    config
+        The user's choices.
+    device
+        Where the tensors are that `read` fills and `write` takes.
+    identity
+        Whose state it is.
+
+    Attributes
+    ----------
+    read_sets, write_sets
+        Tiles (one of every array of an optimizer) that may be on their way in, and out, at once;
+        known after `allocate`. The caller keeps to them; a store never waits for a place.
+    host_nbytes
+        Host memory that the store holds, page-locked where there is CUDA.
+    """
+
+    tier: ClassVar[str]
+    capabilities: Capabilities
+
+    def __init__(self, config: TierConfig, device: Device, identity: Identity) -> None:
+        self.config = config
+        self.device = device
+        self.identity = identity
+        self.optimizers: dict[str, OptimizerLayout] = {}
+        self.committed: Commit | None = None
+        self.read_sets = self.write_sets = config.slots
+        self.host_nbytes = 0
+        self._phase = "new"
+        self._failure: BaseException | None = None
+        self._unwritten: dict[ArrayKey, set[int]] = {}
+        self._writes: set[Transfer] = set()
+        self._lock = threading.Lock()
+
+    # What a tier implements.
+
+    @classmethod
+    @abstractmethod
+    def probe(cls, config: TierConfig, device: Device) -> Probe:
+        """Find out by trying whether, and how, the tier can run; raises nothing."""
+
+    @abstractmethod
+    def _allocate(self) -> None:
+        """Reserve every byte that `self.optimizers` need, or raise `CapacityError`."""
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Make ready to write the next generation."""
+
+    @abstractmethod
+    def _read(self, key: ArrayKey, tile: int, out: torch.Tensor, after: Sequence[Event]) -> Transfer:
+        """Start filling `out` from the last commit, once all of `after` have happened."""
+
+    @abstractmethod
+    def _write(self, key: ArrayKey, tile: int, src: torch.Tensor, after: Sequence[Event]) -> Transfer:
+        """Start writing `src` to the next generation, once all of `after` have happened."""
+
+    @abstractmethod
+    def _commit(self, commit: Commit) -> None:
+        """Make what was written the current generation, all or nothing."""
+
+    @abstractmethod
+    def _snapshot(self, target: Path, commit: Commit) -> None:
+        """Write the current generation below the directory `target`."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Give back memory, threads and locks; bytes at rest stay."""
+
+    # What everybody calls.
+
+    def allocate(self, optimizers: Sequence[OptimizerLayout]) -> None:
+        """Reserve every byte now, so that running out of space is known before the first step.
+
+        Raises
+        ------
+        CapacityError
+            Not enough space or memory; nothing is left behind.
+        ConfigError
+            The cap on host memory is below the tier's minimum; the message has the number.
+        LayoutError
+            No optimizer, or two of one name.
+        """
+        self._require("new")
+        if not optimizers or len({entry.name for entry in optimizers}) != len(optimizers):
+            raise LayoutError("allocate needs at least one optimizer, each with a name of its own")
+        self.optimizers = {entry.name: entry for entry in optimizers}
+        self._allocate()
+        self._phase = "idle"
+
+    def begin(self) -> None:
+        """Start a new generation. Until `commit`, reads see the last one.
+
+        Raises
+        ------
+        StateError
+            Not allocated, closed, already begun, or failed and not rolled back.
+        """
+        self._require("idle")
+        self._begin()
+        self._unwritten = {
+            key: set(range(entry.layout.n_tiles))
+            for entry in self.optimizers.values()
+            for key in entry.keys()
+        }
+        self._phase = "writing"
+
+    def read(
+        self, key: ArrayKey, tile: int, out: torch.Tensor, *, after: Sequence[Event] = ()
+    ) -> Transfer:
+        """Start reading one tile of the last commit.
+
+        Parameters
+        ----------
+        key, tile
+            Which tile of which array.
+        out
+            Contiguous tensor of ``tile_numel`` elements of the array's type on the device; all of
+            it is filled, for the last tile as well.
+        after
+            Events that must all have happened before `out` is overwritten.
+
+        Raises
+        ------
+        StateError
+            Nothing has been committed, or the store is closed or failed.
+        LayoutError
+            No such array or tile, or `out` does not fit.
+        """
+        self._require("idle", "writing")
+        if self.committed is None:
+            raise StateError(f"{self}: nothing was committed yet, so there is nothing to read")
+        self._check(key, tile, out)
+        return self._read(key, tile, out, after)
+
+    def write(
+        self, key: ArrayKey, tile: int, src: torch.Tensor, *, after: Sequence[Event] = ()
+    ) -> Transfer:
+        """Start writing one tile of the generation that `begin` started.
+
+        Parameters and errors as for `read`; `src` must not change until the transfer's
+        ``device_done``. Each tile is written once per generation.
+        """
+        self._require("writing")
+        self._check(key, tile, src)
+        if tile not in self._unwritten[key]:
+            raise StateError(f"{self}: tile {tile} of {key} was written twice in one generation")
+        self._unwritten[key].discard(tile)
+        transfer = self._write(key, tile, src, after)
+        with self._lock:
+            self._writes.add(transfer)
+        transfer.settled.add_done_callback(lambda future: self._settle(transfer, future))
+        return transfer
+
+    def _settle(self, transfer: Transfer, future: Future[None]) -> None:
+        with self._lock:
+            self._writes.discard(transfer)
+            if self._failure is None:
+                self._failure = future.exception()
+
+    def commit(self, step: int, state: Mapping[str, Any]) -> None:
+        """Make what was written since `begin` the current generation.
+
+        Waits for writes on their way.
+
+        Raises
+        ------
+        StateError
+            `begin` was not called, or a tile was not written: every tile of every array must be.
+        TierStoreError
+            The first error of any write of this generation.
+        """
+        self._require("writing")
+        try:
+            missing = next(((key, min(t)) for key, t in self._unwritten.items() if t), None)
+            if missing is not None:
+                raise StateError(
+                    f"{self}: tile {missing[1]} of {missing[0]} was not written in this generation"
+                )
+            self._drain()
+            commit = Commit(step=step, state=dict(state))
+            self._commit(commit)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        self.committed = commit
+        self._phase = "idle"
+
+    def _drain(self) -> None:
+        with self._lock:
+            writes = list(self._writes)
+        for transfer in writes:
+            try:
+                transfer.settled.exception(timeout=self.config.timeout_s)
+            except TimeoutError as error:
+                raise TransferTimeoutError(
+                    f"{self}: a write did not come back within {self.config.timeout_s:g} s; the "
+                    "drive or file system hangs"
+                ) from error
+        if self._failure is not None:
+            raise self._failure
+
+    def fail(self, error: BaseException) -> None:
+        """Note that the generation being written is lost; only `rollback` and `close` work then."""
+        if self._phase != "closed":
+            self._phase = "failed"
+            self._failure = error
+
+    def rollback(self) -> None:
+        """Return to the last commit after an error.
+
+        Raises
+        ------
+        StateError
+            The tier overwrites in place, so the last commit is gone.
+        """
+        self._require("writing", "failed")
+        if not self.capabilities.rollback or self.committed is None:
+            raise StateError(
+                f"{self} has no finished step to go back to (it overwrites in place, or never "
+                "committed); load a checkpoint into a new store"
+            )
+        for transfer in list(self._writes):
+            transfer.settled.exception(timeout=self.config.timeout_s)
+        self._failure = None
+        self._phase = "idle"
+
+    def snapshot(self, target: Path) -> None:
+        """Write the current generation to another directory, as a store that zarr opens.
+
+        Parameters
+        ----------
+        target
+            Directory that becomes the zarr root; this rank adds its own group to it.
+
+        Raises
+        ------
+        StateError
+            Nothing committed, or in the middle of a step.
+        CapacityError, TransferError
+            What writing met; what was written of this rank's group is removed.
+        """
+        self._require("idle")
+        if self.committed is None:
+            raise StateError(f"{self}: nothing was committed yet, so there is nothing to keep")
+        self._snapshot(Path(target), self.committed)
+
+    def open(self, path: Path) -> None:
+        """Take up the last commit that an earlier process left in a rank's directory.
+
+        Parameters
+        ----------
+        path
+            The rank's directory.
+
+        Raises
+        ------
+        StateError
+            The tier is not durable, or the directory's state is in use or unfinished.
+        CorruptError, LayoutError
+            The directory does not hold what its records say.
+        """
+        self._require("new")
+        raise StateError(f"the {self.tier} tier is memory: nothing of it can be opened again")
+
+    def close(self) -> None:
+        """Give back memory, threads and locks; raises the error of a write not yet reported."""
+        if self._phase == "closed":
+            return
+        failure: BaseException | None = None
+        try:
+            # Also in mid-step: blocks are given back only when nobody writes into them.
+            if self._phase == "writing":
+                self._drain()
+        except TierStoreError as error:
+            failure = error
+        self._phase = "closed"
+        self._close()
+        if failure is not None:
+            raise failure
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __str__(self) -> str:
+        return f"{self.tier} store of rank {self.identity.rank}"
+
+    def _require(self, *phases: str) -> None:
+        if self._phase in phases:
+            return
+        if self._phase == "failed":
+            raise StateError(
+                f"{self} failed ({self._failure}); roll it back or load a checkpoint"
+            ) from self._failure
+        said = {
+            "new": "was not allocated yet",
+            "idle": "is between steps",
+            "writing": "is in the middle of a step",
+            "closed": "is closed",
+        }
+        raise StateError(f"{self} {said[self._phase]}, so this call can't be served")
+
+    def _check(self, key: ArrayKey, tile: int, tensor: torch.Tensor) -> None:
+        entry = self.optimizers.get(key.optimizer)
+        if entry is None or key.name not in entry.arrays:
+            raise LayoutError(f"{self} has no array {key}")
+        entry.layout.tile(tile)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        wanted = entry.layout.tile_numel, entry.arrays[key.name]
+        if (tensor.numel(), dtype) != wanted or not tensor.is_contiguous():
+            raise LayoutError(
+                f"tile {tile} of {key} has {wanted[0]} contiguous elements of {wanted[1]}; the "
+                f"tensor has {tensor.numel()} of {dtype}"
+            )

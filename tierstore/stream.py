@@ -1,0 +1,278 @@
+"""`StateStream`: one pass over all tiles of an optimizer, with reads, visits and writes at once."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tierstore.errors import TierStoreError, TransferTimeoutError
+from tierstore.metrics import SweepMetrics
+from tierstore.schedule import Place, SweepSchedule
+
+if TYPE_CHECKING:
+    import torch
+
+    from tierstore.device import Event
+    from tierstore.layout import Tile
+    from tierstore.store import OptimizerLayout, TierStore, Transfer
+    from tierstore.window import Window
+
+__all__ = ["StateStream", "TileViews"]
+
+
+@dataclass(frozen=True, slots=True)
+class TileViews:
+    """One tile in the window, as the visitor sees it.
+
+    Parameters
+    ----------
+    tile
+        Which one.
+    arrays
+        Array name to a flat tensor of ``tile.numel`` elements, to read and change in place.
+    """
+
+    tile: Tile
+    arrays: dict[str, torch.Tensor]
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A tile on its way into or out of its slot: what is still to come of it."""
+
+    place: Place
+    pending: int
+    events: list[Event] = field(default_factory=list)
+
+
+class StateStream:
+    """Streams the arrays of one optimizer through the window.
+
+    Parameters
+    ----------
+    store
+        An allocated store.
+    optimizer
+        Which of its optimizers.
+    window
+        The slots; shared with the other streams of the rank, which sweep at other times.
+    """
+
+    def __init__(self, store: TierStore, optimizer: OptimizerLayout, window: Window) -> None:
+        self._store = store
+        self._optimizer = optimizer
+        self._window = window
+        self._set_nbytes = sum(optimizer.format(name).tile_nbytes for name in optimizer.arrays)
+
+    def sweep(
+        self,
+        visit: Callable[[TileViews], None],
+        *,
+        order: Iterable[int] | None = None,
+        reads: bool = True,
+        writes: bool = True,
+    ) -> SweepMetrics:
+        """Visit every tile once; return when every transfer has settled.
+
+        Parameters
+        ----------
+        visit
+            Called in this thread with each tile when it is in its slot. On a CUDA device it
+            queues its work on the current stream.
+        order
+            A permutation of the tile numbers.
+        reads
+            Whether tiles are read first; if not, slots start as zeros.
+        writes
+            Whether tiles are written afterwards; the store must be in a generation then.
+
+        Raises
+        ------
+        TierStoreError
+            The first error of any transfer, after all transfers have come to an end. The store
+            then needs a rollback.
+        TransferTimeoutError
+            A transfer did not come back within the configured time.
+        """
+        run = _Sweep(self._store, self._optimizer, self._window, visit, order, reads, writes)
+        started = time.perf_counter()
+        try:
+            run.to_the_end()
+        except BaseException as error:
+            run.drain()
+            if writes:
+                self._store.fail(error)
+            raise
+        metrics = run.metrics
+        metrics.wall_s = time.perf_counter() - started
+        metrics.read_nbytes = metrics.tiles * self._set_nbytes if reads else 0
+        metrics.written_nbytes = metrics.tiles * self._set_nbytes if writes else 0
+        return metrics
+
+
+class _Sweep:
+    """The loop of one sweep: starts what the schedule allows, then waits for what comes first."""
+
+    def __init__(
+        self,
+        store: TierStore,
+        optimizer: OptimizerLayout,
+        window: Window,
+        visit: Callable[[TileViews], None],
+        order: Iterable[int] | None,
+        reads: bool,
+        writes: bool,
+    ) -> None:
+        self._store, self._optimizer, self._window = store, optimizer, window
+        self._visit, self._reads, self._writes = visit, reads, writes
+        self._device = store.device
+        self._keys = optimizer.keys()
+        self._schedule = SweepSchedule(
+            range(optimizer.layout.n_tiles) if order is None else order,
+            slots=len(window.slots),
+            read_sets=store.read_sets,
+            write_sets=store.write_sets,
+            reads=reads,
+            writes=writes,
+        )
+        # I/O threads report here; only this thread touches the schedule.
+        self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._transfers: dict[Transfer, float] = {}
+        self._arriving: dict[int, _Flight] = {}
+        self._leaving: dict[int, _Flight] = {}
+        self._settling: dict[int, int] = {}
+        self._in_window = 0
+        self.metrics = SweepMetrics()
+
+    def to_the_end(self) -> None:
+        while not self._schedule.done:
+            while (place := self._schedule.next_read()) is not None:
+                self._take_up(place)
+            if (place := self._schedule.next_visit()) is not None:
+                self._visit_tile(place)
+                self._handle_what_came()
+            elif not self._schedule.done:
+                self._wait()
+
+    def _take_up(self, place: Place) -> None:
+        self._in_window += 1
+        self.metrics.peak_tiles = max(self.metrics.peak_tiles, self._in_window)
+        if not self._reads:
+            return
+        slot = self._window.slots[place.slot]
+        views = slot.views(self._optimizer)
+        self._arriving[place.tile] = _Flight(place, len(self._keys))
+        for key in self._keys:
+            transfer = self._store.read(key, place.tile, views[key.name], after=slot.free_after)
+            self._follow(transfer)
+            transfer.device_done.add_done_callback(partial(self._report, self._arrived, place.tile))
+
+    def _arrived(self, tile: int, future: Future[Event]) -> None:
+        flight = self._arriving[tile]
+        flight.events.append(future.result())
+        flight.pending -= 1
+        if not flight.pending:
+            self._schedule.arrived(tile)
+
+    def _visit_tile(self, place: Place) -> None:
+        slot = self._window.slots[place.slot]
+        views = slot.views(self._optimizer)
+        grid = self._optimizer.layout.tile(place.tile)
+        before = self._arriving.pop(place.tile).events if self._reads else slot.free_after
+        for event in before:
+            self._device.wait(event)
+        started = time.perf_counter()
+        if not self._reads:
+            for view in views.values():
+                view.zero_()
+        self._visit(TileViews(grid, {name: view[: grid.numel] for name, view in views.items()}))
+        self.metrics.update_s += time.perf_counter() - started
+        self.metrics.tiles += 1
+        updated = self._device.mark()
+        if not self._writes:
+            slot.free_after = [updated]
+            self._release(place.tile)
+            return
+        slot.free_after = []
+        self._leaving[place.tile] = _Flight(place, len(self._keys))
+        self._settling[place.tile] = len(self._keys)
+        for key in self._keys:
+            transfer = self._store.write(key, place.tile, views[key.name], after=[updated])
+            self._follow(transfer)
+            transfer.device_done.add_done_callback(partial(self._report, self._left, place.tile))
+            transfer.settled.add_done_callback(partial(self._report, self._settled, place.tile))
+
+    def _left(self, tile: int, future: Future[Event]) -> None:
+        flight = self._leaving[tile]
+        self._window.slots[flight.place.slot].free_after.append(future.result())
+        flight.pending -= 1
+        if not flight.pending:
+            del self._leaving[tile]
+            self._release(tile)
+
+    def _release(self, tile: int) -> None:
+        self._in_window -= 1
+        self._schedule.released(tile)
+
+    def _settled(self, tile: int, future: Future[None]) -> None:
+        future.result()
+        self._settling[tile] -= 1
+        if not self._settling[tile]:
+            del self._settling[tile]
+            self._schedule.settled(tile)
+
+    def _follow(self, transfer: Transfer) -> None:
+        self._transfers[transfer] = time.monotonic() + self._store.config.timeout_s
+        transfer.settled.add_done_callback(
+            lambda future: self._done.put(partial(self._came_to_an_end, transfer, future))
+        )
+
+    def _came_to_an_end(self, transfer: Transfer, future: Future[None]) -> None:
+        del self._transfers[transfer]
+        future.result()
+
+    def _report(self, handle: Callable[[int, Future], None], tile: int, future: Future) -> None:  # type: ignore[type-arg]
+        self._done.put(partial(handle, tile, future))
+
+    def _handle_what_came(self) -> None:
+        while True:
+            try:
+                handle = self._done.get_nowait()
+            except queue.Empty:
+                return
+            handle()
+
+    def _wait(self) -> None:
+        """Wait for one report, and count the wait to what the sweep lacks."""
+        started = time.perf_counter()
+        deadline = min(self._transfers.values(), default=time.monotonic())
+        try:
+            handle = self._done.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            raise TransferTimeoutError(
+                f"{self._store}: a transfer of {self._optimizer.name} did not come back within "
+                f"{self._store.config.timeout_s:g} s; the drive or file system hangs"
+            ) from None
+        waited = time.perf_counter() - started
+        if self._schedule.waits_for_reads:
+            self.metrics.stall_read_s += waited
+        else:
+            self.metrics.stall_write_s += waited
+        handle()
+
+    def drain(self) -> None:
+        """After an error: wait, up to each deadline, until no transfer touches the window."""
+        for transfer, deadline in list(self._transfers.items()):
+            try:
+                transfer.settled.exception(timeout=max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                return
+        # Settled reads may still be on their way from a host block to a slot.
+        self._device.synchronize()
+        for slot in self._window.slots:
+            slot.free_after = []
