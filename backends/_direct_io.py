@@ -1,0 +1,255 @@
+"""The one place that calls preadv, pwritev, fallocate, fsync and rename, and names what failed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tierstore.errors import CapacityError, CorruptError, TransferError
+
+__all__ = [
+    "DIRECTORY_MODE",
+    "FILE_MODE",
+    "allocate_file",
+    "copy_data",
+    "direct_io_refused",
+    "make_directory",
+    "open_file",
+    "read_full",
+    "read_json",
+    "replace_link",
+    "sync_data",
+    "sync_directory",
+    "write_full",
+    "write_json",
+]
+
+FILE_MODE = 0o600
+DIRECTORY_MODE = 0o700
+_COPY_NBYTES = 8 * 2**20
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
+
+
+@contextlib.contextmanager
+def _named(what: str, path: Path) -> Iterator[None]:
+    """Turn an OSError into a typed error that names the file and keeps the errno."""
+    try:
+        yield
+    except (CapacityError, TransferError):
+        raise
+    except OSError as error:
+        code = error.errno or errno.EIO
+        message = f"{what} {path}: {os.strerror(code)}"
+        if code in _NO_ROOM:
+            raise CapacityError(code, f"{message}; free space or quota on that file system") from error
+        if code == errno.EMFILE:
+            message += "; raise the limit on open files (ulimit -n)"
+        raise TransferError(code, message) from error
+
+
+@contextlib.contextmanager
+def open_file(path: Path, *, write: bool = False, direct: bool = False) -> Iterator[int]:
+    """File descriptor of an existing file, closed at the end; links are not followed.
+
+    Raises
+    ------
+    TransferError
+        The file can't be opened.
+    """
+    flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
+    with _named("opening", path):
+        descriptor = os.open(path, flags | (os.O_DIRECT if direct else 0))
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def read_full(descriptor: int, buffer: memoryview, offset: int, path: Path) -> None:
+    """Fill `buffer` from byte `offset` on; short reads are continued, EINTR is retried by Python.
+
+    Raises
+    ------
+    CorruptError
+        The file ends before the buffer is full.
+    TransferError
+        The system's error, with its errno.
+    """
+    done = 0
+    while done < len(buffer):
+        with _named(f"reading at byte {offset + done} of", path):
+            count = os.preadv(descriptor, [buffer[done:]], offset + done)
+        if count == 0:
+            raise CorruptError(
+                f"{path} ends at byte {offset + done}, {len(buffer) - done} bytes too early: it "
+                "was cut short or is not the file that was written"
+            )
+        done += count
+
+
+def write_full(descriptor: int, buffer: memoryview, offset: int, path: Path) -> None:
+    """Write all of `buffer` at byte `offset`; short writes are continued.
+
+    Raises
+    ------
+    CapacityError
+        No space or quota left, or the file would be larger than is allowed.
+    TransferError
+        The system's error, with its errno.
+    """
+    done = 0
+    while done < len(buffer):
+        with _named(f"writing at byte {offset + done} of", path):
+            count = os.pwritev(descriptor, [buffer[done:]], offset + done)
+            if count == 0:
+                raise OSError(errno.EIO, "nothing was written")
+        done += count
+
+
+def sync_data(path: Path) -> None:
+    """Bring a file's data to the drive."""
+    with open_file(path, write=True) as descriptor, _named("syncing", path):
+        os.fdatasync(descriptor)
+
+
+def sync_directory(path: Path) -> None:
+    """Bring a directory's entries to the drive."""
+    with _named("syncing", path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def make_directory(path: Path, *, exist_ok: bool = False) -> None:
+    """Make one directory, readable by its owner only."""
+    with _named("making", path):
+        try:
+            os.mkdir(path, DIRECTORY_MODE)
+        except FileExistsError:
+            if not exist_ok or not path.is_dir():
+                raise
+
+
+def allocate_file(path: Path, nbytes: int) -> None:
+    """Make a new file with every byte reserved.
+
+    Raises
+    ------
+    CapacityError
+        There is no room; the partial file is removed.
+    TransferError
+        The file exists, or the system's error.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with _named("making", path):
+        descriptor = os.open(path, flags, FILE_MODE)
+    try:
+        with _named(f"reserving {nbytes:,} bytes for", path):
+            os.posix_fallocate(descriptor, 0, nbytes)
+    except BaseException:
+        # Where space runs out, ext4 leaves what it had already reserved.
+        os.unlink(path)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def copy_data(source: Path, target: Path, nbytes: int) -> None:
+    """Copy all of a file over an allocated one of the same length, and sync it."""
+    with open_file(source) as reader, open_file(target, write=True) as writer:
+        buffer = memoryview(bytearray(min(nbytes, _COPY_NBYTES)))
+        for start in range(0, nbytes, _COPY_NBYTES):
+            part = buffer[: nbytes - start]
+            read_full(reader, part, start, source)
+            write_full(writer, part, start, target)
+        with _named("syncing", target):
+            os.fdatasync(writer)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a file by this JSON value, whole or not at all, and durably."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    data = json.dumps(value, indent=1, allow_nan=False).encode()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with _named("writing", path):
+        descriptor = os.open(temporary, flags, FILE_MODE)
+        try:
+            try:
+                write_full(descriptor, memoryview(data), 0, temporary)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            # The new content must be on the drive before its name is, and the name before the
+            # caller goes on.
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+    sync_directory(path.parent)
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file.
+
+    Raises
+    ------
+    CorruptError
+        Missing, or not JSON.
+    """
+    try:
+        with open_file(path) as descriptor:
+            with os.fdopen(os.dup(descriptor), "rb") as file:
+                return json.load(file)
+    except TransferError as error:
+        if error.errno == errno.ENOENT:
+            raise CorruptError(f"{path} is missing") from error
+        raise
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{path} is not readable as JSON: {error}") from error
+
+
+def replace_link(path: Path, target: str) -> None:
+    """Let the symbolic link `path` point to `target`, in one step."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with _named("linking", path):
+        os.symlink(target, temporary)
+        os.replace(temporary, path)
+
+
+def direct_io_refused(directory: Path) -> str:
+    """Try a direct write and read in a directory.
+
+    Returns
+    -------
+    str
+        Empty if both work; else the system's reason.
+    """
+    path = directory / f".probe-{secrets.token_hex(4)}"
+    block = mmap.mmap(-1, 4096)
+    try:
+        descriptor = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT, FILE_MODE
+        )
+        try:
+            os.pwritev(descriptor, [block], 0)
+            os.preadv(descriptor, [block], 0)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            return f"the file system refuses O_DIRECT ({os.strerror(error.errno)})"
+        return os.strerror(error.errno or errno.EIO)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+    return ""

@@ -1,0 +1,135 @@
+"""The ``cpu`` tier: every tile in one slab of host memory, page-locked where there is CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from tierstore.backends import _direct_io
+from tierstore.backends._host_memory import HostSlab
+from tierstore.backends._tree import GENERATIONS, RankTree, rank_directory_name
+from tierstore.store import ArrayKey, Capabilities, Commit, Probe, TierStore, Transfer
+from tierstore.zarr_format import BLOCK_NBYTES, CHECKSUM_NBYTES, checksum
+
+if TYPE_CHECKING:
+    import torch
+
+    from tierstore.config import TierConfig
+    from tierstore.device import Device, Event
+
+__all__ = ["PinnedStore"]
+
+
+class PinnedStore(TierStore):
+    """State in host memory, copied straight between the slab and the window.
+
+    There is one generation: an error in the middle of a step loses it. What must last is a
+    snapshot, which writes the same files as the file tiers.
+    """
+
+    tier: ClassVar[str] = "cpu"
+    capabilities = Capabilities(durable=False, rollback=False)
+
+    @classmethod
+    def probe(cls, config: TierConfig, device: Device) -> Probe:
+        """See `TierStore`."""
+        mode = "page-locked" if device.asynchronous else "pageable"
+        return Probe(tier=cls.tier, ok=True, mode=mode)
+
+    def _allocate(self) -> None:
+        self._starts: dict[ArrayKey, int] = {}
+        nbytes = 0
+        for entry in self.optimizers.values():
+            for key in entry.keys():
+                self._starts[key] = nbytes
+                nbytes += entry.layout.n_tiles * entry.format(key.name).tile_nbytes
+        # A rank may own nothing of an optimizer; a slab needs a byte.
+        self._slab = HostSlab(max(nbytes, BLOCK_NBYTES), self.device)
+        self.host_nbytes = self._slab.nbytes
+        self._copiers = ThreadPoolExecutor(
+            self.config.io_threads, thread_name_prefix="tierstore-copy"
+        )
+
+    def _begin(self) -> None:
+        """Nothing to do: what is written takes the place of what was there."""
+
+    def _read(
+        self, key: ArrayKey, tile: int, out: torch.Tensor, after: Sequence[Event]
+    ) -> Transfer:
+        return self._copy(self.device.copy_in, out, self._place(key, tile, out.dtype), after)
+
+    def _write(
+        self, key: ArrayKey, tile: int, src: torch.Tensor, after: Sequence[Event]
+    ) -> Transfer:
+        return self._copy(self.device.copy_out, self._place(key, tile, src.dtype), src, after)
+
+    def _copy(self, copy, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event]) -> Transfer:  # type: ignore[no-untyped-def]
+        transfer = Transfer()
+        if self.device.asynchronous:
+            # Queued by the caller's thread; only waiting for the end needs another one.
+            done = copy(dst, src, after)
+            transfer.device_done.set_result(done)
+            self._copiers.submit(self._settle_after, transfer, done.synchronize)
+        else:
+            self._copiers.submit(self._settle_after, transfer, partial(copy, dst, src, after))
+        return transfer
+
+    @staticmethod
+    def _settle_after(transfer: Transfer, work) -> None:  # type: ignore[no-untyped-def]
+        try:
+            work()
+        except BaseException as error:  # the transfer reports it
+            transfer.fail(error)
+        else:
+            if not transfer.device_done.done():
+                transfer.device_done.set_result(None)
+            transfer.settled.set_result(None)
+
+    def _bytes(self, key: ArrayKey, tile: int) -> slice:
+        nbytes = self.optimizers[key.optimizer].format(key.name).tile_nbytes
+        start = self._starts[key] + tile * nbytes
+        return slice(start, start + nbytes)
+
+    def _place(self, key: ArrayKey, tile: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._slab.tensor[self._bytes(key, tile)].view(dtype)
+
+    def _commit(self, commit: Commit) -> None:
+        """Nothing to do: the slab is the state."""
+
+    def _snapshot(self, target: Path, commit: Commit) -> None:
+        tree = RankTree(target / rank_directory_name(self.identity.rank), self.optimizers)
+        tree.require_space()
+        tree.create(self.identity, self.config.role)
+        try:
+            generation = GENERATIONS[0]
+            tree.create_generation(generation)
+            direct = not _direct_io.direct_io_refused(tree.path)
+            trailer = mmap.mmap(-1, BLOCK_NBYTES)
+            for key in tree.formats:
+                for tile in range(self.optimizers[key.optimizer].layout.n_tiles):
+                    place = self._bytes(key, tile)
+                    data = self._slab.buffer(place.start, place.stop - place.start)
+                    trailer[:CHECKSUM_NBYTES] = checksum(data)
+                    chunk, offset = tree.locate(generation, key, tile)
+                    with _direct_io.open_file(chunk.path, write=True, direct=direct) as descriptor:
+                        _direct_io.write_full(descriptor, data, offset, chunk.path)
+                        _direct_io.write_full(
+                            descriptor, memoryview(trailer), offset + len(data), chunk.path
+                        )
+            for chunk in tree.chunks(generation):
+                _direct_io.sync_data(chunk.path)
+            tree.finish(generation, commit, self.identity.nonce)
+        except BaseException:
+            shutil.rmtree(tree.path, ignore_errors=True)
+            raise
+
+    def _close(self) -> None:
+        with contextlib.suppress(AttributeError):  # closed before it was allocated
+            self._copiers.shutdown()
+            self._slab.close()

@@ -1,0 +1,339 @@
+"""The ``nvme`` tier: chunk files, direct I/O, a pool of threads each for reads and for writes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from tierstore.backends import _direct_io
+from tierstore.backends._host_memory import Block, BlockPool
+from tierstore.backends._tree import (
+    GENERATIONS,
+    Lease,
+    RankTree,
+    rank_directory_name,
+)
+from tierstore.errors import ConfigError, CorruptError, StateError, TierStoreError
+from tierstore.store import ArrayKey, Capabilities, Commit, Identity, Probe, TierStore, Transfer
+from tierstore.zarr_format import CHECKSUM_NBYTES, checksum
+
+if TYPE_CHECKING:
+    import torch
+
+    from tierstore.config import TierConfig
+    from tierstore.device import Device, Event
+
+__all__ = ["PosixStore"]
+
+_logger = logging.getLogger("tierstore.nvme")
+
+
+class PosixStore(TierStore):
+    """State in files on a local drive, read and written past the page cache.
+
+    Every tile passes through a page-locked block. A read fills the block, checks the crc32c and
+    queues the copy to the device; a write queues the copy to the block, adds the crc32c and
+    writes both at once. Two generations of files take turns, so that overwriting one leaves the
+    other whole, and no file is ever made anew.
+
+    Parameters
+    ----------
+    config, device, identity
+        See `TierStore`; ``config.directory`` must be set. The rank's directory is
+        ``<directory>/<role>-<nonce>/rank-<rank>``.
+    """
+
+    tier: ClassVar[str] = "nvme"
+
+    def __init__(self, config: TierConfig, device: Device, identity: Identity) -> None:
+        if config.directory is None:
+            raise ConfigError("the nvme tier needs a directory: --optimizer-state-dir")
+        super().__init__(config, device, identity)
+        self.capabilities = Capabilities(durable=True, rollback=config.recovery == "step")
+        root = Path(config.directory) / f"{config.role}-{identity.nonce}"
+        self.path = root / rank_directory_name(identity.rank)
+        self.mode = "unknown"
+        self._current: str | None = None
+        self._target = GENERATIONS[0]
+        self._resources = contextlib.ExitStack()
+
+    @classmethod
+    def probe(cls, config: TierConfig, device: Device) -> Probe:
+        """See `TierStore`."""
+        if config.directory is None:
+            return Probe(tier=cls.tier, ok=False, mode="none", reason="no directory was given")
+        try:
+            os.makedirs(config.directory, _direct_io.DIRECTORY_MODE, exist_ok=True)
+            refused = _direct_io.direct_io_refused(config.directory)
+            usage = shutil.disk_usage(config.directory)
+        except OSError as error:
+            reason = f"{config.directory}: {error.strerror}"
+            return Probe(tier=cls.tier, ok=False, mode="none", reason=reason)
+        return Probe(
+            tier=cls.tier,
+            ok=True,
+            mode="buffered" if refused else "direct",
+            reason=refused,
+            details={"free_nbytes": usage.free},
+        )
+
+    def _allocate(self) -> None:
+        probe = self.probe(self.config, self.device)
+        if not probe.ok:
+            raise ConfigError(f"the nvme tier can't run: {probe.reason}")
+        self._tree = RankTree(self.path, self.optimizers)
+        generations = GENERATIONS[: 2 if self.config.recovery == "step" else 1]
+        self._tree.require_space(len(generations))
+        # Blocks first: their errors come before anything is on the drive.
+        self._start(probe)
+        try:
+            self._tree.create(self.identity, self.config.role)
+            try:
+                self._resources.callback(Lease(self.path).close)
+                for generation in generations:
+                    self._tree.create_generation(generation)
+            except BaseException:
+                # Only what this call made: the directory was made by it, and by nobody else.
+                shutil.rmtree(self.path, ignore_errors=True)
+                raise
+        except BaseException:
+            self._resources.close()
+            raise
+
+    def open(self, path: Path) -> None:
+        """See `TierStore`."""
+        self._require("new")
+        self.path = Path(path)
+        self._tree, self.identity = RankTree.load(self.path)
+        self.optimizers = dict(self._tree.optimizers)
+        probe = self.probe(self.config, self.device)
+        try:
+            self._resources.callback(Lease(self.path).close)
+            self._current, self.committed, _ = self._tree.current()
+            if self.capabilities.rollback and self._other(self._current) is None:
+                raise StateError(
+                    f"{self.path} was made with --optimizer-state-recovery=none and has room for "
+                    "one generation only; open it with the same setting"
+                )
+            self._start(probe)
+        except BaseException:
+            self._resources.close()
+            raise
+        self._phase = "idle"
+
+    def _other(self, generation: str) -> str | None:
+        other = GENERATIONS[1 - GENERATIONS.index(generation)]
+        return other if (self.path / other).is_dir() else None
+
+    def _start(self, probe: Probe) -> None:
+        """Take blocks and threads."""
+        self.mode = probe.mode
+        if probe.mode != "direct":
+            _logger.warning(
+                "%s: %s in %s; reading and writing through the page cache, which is slower and "
+                "takes host memory. Use a local ext4 or xfs file system",
+                self,
+                probe.reason,
+                self.config.directory,
+            )
+        formats = self._tree.formats.values()
+        block_nbytes = max(form.stride_nbytes for form in formats)
+        set_blocks = max(len(entry.arrays) for entry in self.optimizers.values())
+        self.read_sets, self.write_sets = _sets_within(self.config, set_blocks * block_nbytes)
+        count = set_blocks * (self.read_sets + self.write_sets)
+        self._blocks = BlockPool(count, block_nbytes, self.device)
+        self._resources.callback(self._blocks.close)
+        self.host_nbytes = self._blocks.nbytes
+        threads = self.config.io_threads
+        self._readers = ThreadPoolExecutor(threads, thread_name_prefix="tierstore-read")
+        self._writers = ThreadPoolExecutor(threads, thread_name_prefix="tierstore-write")
+        self._resources.callback(self._writers.shutdown)
+        self._resources.callback(self._readers.shutdown)
+
+    def _begin(self) -> None:
+        if self._current is None:
+            self._target = GENERATIONS[0]
+        elif self.capabilities.rollback:
+            self._target = GENERATIONS[1 - GENERATIONS.index(self._current)]
+        else:
+            self._target = self._current
+        # On the drive before the first overwrite: after a crash the record must not say that a
+        # half overwritten generation is whole.
+        self._tree.write_record(self._target, {"state": "writing"})
+
+    def _read(
+        self, key: ArrayKey, tile: int, out: torch.Tensor, after: Sequence[Event]
+    ) -> Transfer:
+        if self._current is None:
+            raise StateError(f"{self}: there is no current generation")
+        transfer = Transfer()
+        self._readers.submit(
+            self._carry_in, transfer, self._take(), self._current, key, tile, out, after
+        )
+        return transfer
+
+    def _write(
+        self, key: ArrayKey, tile: int, src: torch.Tensor, after: Sequence[Event]
+    ) -> Transfer:
+        if not self.device.asynchronous:
+            transfer = Transfer()
+            self._writers.submit(
+                self._carry_out, transfer, self._take(), self._target, key, tile, src, after
+            )
+            return transfer
+        # Queued by the caller's thread, so that the event exists when this returns.
+        block = self._take()
+        nbytes = self._tree.formats[key].tile_nbytes
+        after = [*after, block.busy_until] if block.busy_until is not None else after
+        block.busy_until = self.device.copy_out(block.tensor[:nbytes].view(src.dtype), src, after)
+        transfer = Transfer()
+        transfer.device_done.set_result(block.busy_until)
+        self._writers.submit(self._finish_write, transfer, block, self._target, key, tile)
+        return transfer
+
+    def _take(self) -> Block:
+        try:
+            return self._blocks.take()
+        except IndexError:
+            raise StateError(
+                f"{self}: more than {self.read_sets} tiles were being read, or more than "
+                f"{self.write_sets} written, at once"
+            ) from None
+
+    # In the I/O threads. Whatever happens there, the transfer comes to an end, and the block is
+    # given back first: who sees the end may take the next block at once.
+
+    def _carry_in(
+        self,
+        transfer: Transfer,
+        block: Block,
+        generation: str,
+        key: ArrayKey,
+        tile: int,
+        out: torch.Tensor,
+        after: Sequence[Event],
+    ) -> None:
+        try:
+            block.wait_until_free()
+            self._load(block, generation, key, tile)
+            nbytes = self._tree.formats[key].tile_nbytes
+            done = self.device.copy_in(out, block.tensor[:nbytes].view(out.dtype), after)
+            block.busy_until = done
+        except BaseException as error:  # the transfer reports it
+            self._blocks.give(block)
+            transfer.fail(error)
+        else:
+            self._blocks.give(block)
+            transfer.device_done.set_result(done)
+            transfer.settled.set_result(None)
+
+    def _carry_out(
+        self,
+        transfer: Transfer,
+        block: Block,
+        generation: str,
+        key: ArrayKey,
+        tile: int,
+        src: torch.Tensor,
+        after: Sequence[Event],
+    ) -> None:
+        try:
+            nbytes = self._tree.formats[key].tile_nbytes
+            done = self.device.copy_out(block.tensor[:nbytes].view(src.dtype), src, after)
+        except BaseException as error:  # the transfer reports it
+            self._blocks.give(block)
+            transfer.fail(error)
+        else:
+            transfer.device_done.set_result(done)
+            self._finish_write(transfer, block, generation, key, tile)
+
+    def _finish_write(
+        self, transfer: Transfer, block: Block, generation: str, key: ArrayKey, tile: int
+    ) -> None:
+        try:
+            block.wait_until_free()
+            self._save(block, generation, key, tile)
+        except BaseException as error:  # the transfer reports it
+            self._blocks.give(block)
+            transfer.fail(error)
+        else:
+            self._blocks.give(block)
+            transfer.settled.set_result(None)
+
+    def _load(self, block: Block, generation: str, key: ArrayKey, tile: int) -> None:
+        """Fill a block from a file and check it."""
+        chunk, offset = self._tree.locate(generation, key, tile)
+        nbytes = chunk.format.tile_nbytes
+        with _direct_io.open_file(chunk.path, direct=self.mode == "direct") as descriptor:
+            data = block.buffer[: chunk.format.stride_nbytes]
+            _direct_io.read_full(descriptor, data, offset, chunk.path)
+        found = bytes(block.buffer[nbytes : nbytes + CHECKSUM_NBYTES])
+        if checksum(block.buffer[:nbytes]) != found:
+            raise CorruptError(
+                f"tile {tile} of {key} (byte {offset} of {chunk.path}) does not match its "
+                "checksum: the drive, or somebody else, changed it after it was written. Go back "
+                "to a checkpoint"
+            )
+
+    def _save(self, block: Block, generation: str, key: ArrayKey, tile: int) -> None:
+        """Add the checksum to a block and write both at once."""
+        chunk, offset = self._tree.locate(generation, key, tile)
+        nbytes = chunk.format.tile_nbytes
+        block.buffer[nbytes : nbytes + CHECKSUM_NBYTES] = checksum(block.buffer[:nbytes])
+        direct = self.mode == "direct"
+        with _direct_io.open_file(chunk.path, write=True, direct=direct) as descriptor:
+            data = block.buffer[: chunk.format.stride_nbytes]
+            _direct_io.write_full(descriptor, data, offset, chunk.path)
+
+    def _commit(self, commit: Commit) -> None:
+        paths = [chunk.path for chunk in self._tree.chunks(self._target)]
+        for _ in self._writers.map(_direct_io.sync_data, paths):
+            pass
+        self._tree.finish(self._target, commit, self.identity.nonce)
+        self._current = self._target
+
+    def _snapshot(self, target: Path, commit: Commit) -> None:
+        if self._current is None:
+            raise StateError(f"{self}: there is no current generation")
+        tree = RankTree(target / self.path.name, self.optimizers)
+        tree.require_space()
+        tree.create(self.identity, self.config.role)
+        try:
+            generation = GENERATIONS[0]
+            tree.create_generation(generation)
+            for source, copy in zip(
+                self._tree.chunks(self._current), tree.chunks(generation), strict=True
+            ):
+                _direct_io.copy_data(source.path, copy.path, source.nbytes)
+            tree.finish(generation, commit, self.identity.nonce)
+        except BaseException:
+            shutil.rmtree(tree.path, ignore_errors=True)
+            raise
+
+    def _close(self) -> None:
+        self._resources.close()
+
+
+def _sets_within(config: TierConfig, set_nbytes: int) -> tuple[int, int]:
+    """Tiles that may be on their way in, and out, within the cap on host memory.
+
+    `set_nbytes` are the host bytes that carry one tile of every array.
+    """
+    cap = config.host_memory_nbytes
+    if cap is None:
+        return config.slots, config.slots
+    sets = cap // set_nbytes
+    if sets < 2:
+        raise ConfigError(
+            f"the cap on page-locked memory is {cap:,} bytes; tiles of this size need at least "
+            f"{2 * set_nbytes:,} (one set of blocks in, one out). Raise "
+            "--optimizer-state-host-memory or choose smaller tiles (--optimizer-state-tile-numel)"
+        )
+    reads = min(config.slots, sets // 2)
+    return reads, min(config.slots, sets - reads)
