@@ -1,0 +1,251 @@
+"""Puts the state of Megatron's ``DistributedOptimizer`` on a tier, instance by instance."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from tierstore.adapters.megatron.buckets import lay_out, owned_shards
+from tierstore.adapters.megatron.guards import refuse_optimizers
+from tierstore.adapters.megatron.names import name_parameters
+from tierstore.adapters.megatron.tiered import TieredOptimizer
+from tierstore.device import open_device
+from tierstore.errors import ConfigError, StateError, TierStoreError
+from tierstore.registry import tier_class
+from tierstore.state import RankState
+from tierstore.store import Identity
+
+if TYPE_CHECKING:
+    import torch
+
+    from tierstore.config import TierConfig
+    from tierstore.metrics import SweepMetrics
+
+__all__ = ["Handle", "attach"]
+
+_logger = logging.getLogger("tierstore.megatron")
+
+
+class Handle:
+    """What `attach` returns: counters, the state of a parameter, snapshots, and the end.
+
+    Attributes
+    ----------
+    rank_path, root
+        This rank's zarr group and the store's root group, for the file tiers.
+    """
+
+    def __init__(self, state: RankState, tiered: list[TieredOptimizer]) -> None:
+        self._state = state
+        self._tiered = tiered
+        self.rank_path: Path | None = getattr(state.store, "path", None)
+        self.root: Path | None = None if self.rank_path is None else self.rank_path.parent
+        self.window_nbytes = state.window.nbytes
+        self.host_nbytes = state.store.host_nbytes
+
+    @property
+    def steps(self) -> int:
+        """Training steps that were streamed and committed."""
+        return self._state.step
+
+    @property
+    def sweeps(self) -> int:
+        """Optimizer sweeps finished: one for each optimizer of the chain and step."""
+        return self._state.sweeps
+
+    @property
+    def last(self) -> SweepMetrics | None:
+        """Metrics of the last step."""
+        return self._state.last
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes that all steps have read."""
+        return self._state.total.read_nbytes
+
+    @property
+    def written_nbytes(self) -> int:
+        """Bytes that all steps have written."""
+        return self._state.total.written_nbytes
+
+    def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Copies of this rank's shard of a model parameter's state, read from the tier.
+
+        Returns
+        -------
+        dict
+            ``param``, ``exp_avg``, ``exp_avg_sq`` (flat, fp32), and ``step`` where the optimizer
+            keeps it for each parameter.
+
+        Raises
+        ------
+        ConfigError
+            This rank owns no part of the parameter.
+        """
+        for tiered in self._tiered:
+            if tiered.owns(parameter):
+                return tiered.read_state(parameter)
+        raise ConfigError("this rank owns no part of that parameter's optimizer state")
+
+    def snapshot(self, path: Path | str) -> Path:
+        """Write the state of the last step to a directory, as a store that zarr opens.
+
+        All ranks call it with the same directory; each adds its own group.
+        """
+        for tiered in self._tiered:
+            tiered.flush()
+        self._state.store.snapshot(Path(path))
+        return Path(path)
+
+    def close(self) -> None:
+        """End: give back memory, threads and locks. The optimizer can't step afterwards."""
+        for tiered in self._tiered:
+            tiered.flush()
+        self._state.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            # What broke the run is the news; what closing then meets is not.
+            self._state.close()
+
+
+def attach(optimizer: Any, config: TierConfig) -> Handle:
+    """Move the state of a Megatron optimizer to a tier; from now on its steps stream.
+
+    Call it on every rank, right after ``get_megatron_optimizer`` and before a checkpoint is
+    loaded. No line of Megatron is changed: methods are bound on these instances, and Megatron's
+    own step, clipping, scaler, schedules and parameter gather run as they are.
+
+    Parameters
+    ----------
+    optimizer
+        What ``get_megatron_optimizer`` returned: a ``DistributedOptimizer`` or a chain of them.
+    config
+        Tier, place, and memory.
+
+    Raises
+    ------
+    ConfigError
+        Options that would read or write the state behind the tier's back: each with its reason.
+    CapacityError
+        Not enough space or memory, on this rank or another one; nothing is left behind.
+    OptimizerError
+        The inner optimizer's update is not elementwise.
+    """
+    chain = [
+        entry
+        for entry in getattr(optimizer, "chained_optimizers", [optimizer])
+        if not getattr(entry, "is_stub_optimizer", False)
+    ]
+    refuse_optimizers(chain)
+    if not chain:
+        raise ConfigError("this rank has no optimizer: every parameter is frozen")
+    nonce = _shared_nonce()
+    state, tiered = _together(lambda: _build(chain, config, nonce))
+    handle = Handle(state, tiered)
+    for entry in tiered:
+        entry.bind(handle)
+    _logger.info(
+        "%s: %s of state in %s arrays, window %.3f GiB, host %.3f GiB%s",
+        state.store,
+        f"{sum(e.layout.numel * 4 * len(e.arrays) for e in state.optimizers.values()) / 2**30:.3f} GiB",
+        sum(len(entry.arrays) for entry in state.optimizers.values()),
+        state.window.nbytes / 2**30,
+        state.store.host_nbytes / 2**30,
+        f", in {handle.rank_path}" if handle.rank_path else "",
+    )
+    return handle
+
+
+def _build(
+    chain: list[Any], config: TierConfig, nonce: str
+) -> tuple[RankState, list[TieredOptimizer]]:
+    chunks = list(dict.fromkeys(chunk for entry in chain for chunk in entry.model_chunks))
+    names = name_parameters(chunks)
+    tiered = []
+    for index, entry in enumerate(chain):
+        owned, numel = owned_shards(entry, names)
+        layout = lay_out(owned, numel, config)
+        tiered.append(TieredOptimizer(f"opt-{index}", entry, owned, layout))
+    device = open_device(chain[0].buffers[0].grad_data.device)
+    store = tier_class(config.tier)(config, device, Identity(nonce=nonce, **_place()))
+    optimizers = [entry.optimizer_layout for entry in tiered]
+    try:
+        state = RankState(
+            store, optimizers, lambda: {entry.name: entry.counters() for entry in tiered}
+        )
+        state.fill({entry.name: entry.fill for entry in tiered})
+    except BaseException:
+        store.close()
+        raise
+    for entry in tiered:
+        entry.state = state
+    return state, tiered
+
+
+def _place() -> dict[str, Any]:
+    """Rank and parallel sizes of this process."""
+    import torch
+    from megatron.core import parallel_state
+
+    if not torch.distributed.is_initialized():
+        return {"rank": 0, "topology": {"world_size": 1}}
+    topology = {"world_size": torch.distributed.get_world_size()}
+    for name in ("tensor_model_parallel", "pipeline_model_parallel", "data_parallel"):
+        topology[f"{name}_size"] = getattr(parallel_state, f"get_{name}_world_size")()
+        topology[f"{name}_rank"] = getattr(parallel_state, f"get_{name}_rank")()
+    topology["expert_model_parallel_size"] = (
+        parallel_state.get_expert_model_parallel_world_size()
+    )
+    topology["expert_model_parallel_rank"] = parallel_state.get_expert_model_parallel_rank()
+    return {"rank": torch.distributed.get_rank(), "topology": topology}
+
+
+def _shared_nonce() -> str:
+    """A text drawn by one rank for all of them."""
+    import torch
+
+    drawn = [secrets.token_hex(4)]
+    if torch.distributed.is_initialized():
+        torch.distributed.broadcast_object_list(drawn, src=0)
+    return drawn[0]
+
+
+def _together(
+    build: Callable[[], tuple[RankState, list[TieredOptimizer]]],
+) -> tuple[RankState, list[TieredOptimizer]]:
+    """Build on every rank, or raise on every rank: none is left waiting in a collective."""
+    import torch
+
+    built = failure = None
+    try:
+        built = build()
+    except TierStoreError as error:
+        failure = error
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        failures: list[str | None] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(failures, None if failure is None else str(failure))
+    else:
+        failures = [None if failure is None else str(failure)]
+    if failure is not None:
+        raise failure
+    elsewhere = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
+    if built is None or elsewhere:
+        if built is not None:
+            built[0].close()
+        raise StateError("attaching failed on other ranks:\n" + "\n".join(elsewhere))
+    return built
