@@ -93,7 +93,12 @@ class RankTree:
     @property
     def generation_nbytes(self) -> int:
         """Bytes of all chunk files of one generation."""
-        return sum(chunk.nbytes for chunk in self.chunks(GENERATIONS[0]))
+        return sum(
+            entry.layout.n_chunks * self.formats[key].header_nbytes
+            + entry.layout.n_tiles * self.formats[key].stride_nbytes
+            for entry in self.optimizers.values()
+            for key in entry.keys()
+        )
 
     def require_space(self, generations: int = 1) -> None:
         """Refuse before anything is made what can't fit.

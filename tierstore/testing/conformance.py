@@ -1,0 +1,366 @@
+"""The suite that every tier passes: subclass `TierStoreTests` and say which class is meant.
+
+::
+
+    class TestMyTier(TierStoreTests):
+        store_class = MyStore
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import pytest
+
+from tierstore.config import TierConfig
+from tierstore.device import Device, open_device
+from tierstore.errors import CapacityError, LayoutError, StateError, TierStoreError
+from tierstore.layout import Shard, StateLayout
+from tierstore.store import ArrayKey, Identity, OptimizerLayout, TierStore
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["TierStoreTests", "make_optimizer", "read_array", "tile_values", "write_generation"]
+
+
+def make_optimizer(
+    name: str = "opt-0",
+    numel: int = 10_000,
+    *,
+    tile_numel: int = 1024,
+    chunk_numel: int = 3072,
+    arrays: dict[str, str] | None = None,
+) -> OptimizerLayout:
+    """Arrays over one parameter of `numel` elements; by default main and two moments."""
+    if arrays is None:
+        arrays = dict.fromkeys(("main", "exp_avg", "exp_avg_sq"), "float32")
+    shards = [Shard(name="weight", numel=numel, array_start=0, local_shape=(numel,))]
+    layout = StateLayout.plan(shards, chunk_numel=chunk_numel, tile_numel=tile_numel)
+    return OptimizerLayout(name=name, layout=layout, arrays=arrays)
+
+
+def tile_values(optimizer: OptimizerLayout, key: ArrayKey, tile: int, seed: int) -> torch.Tensor:
+    """The random bits that `write_generation` gives a tile: padding included, NaN and -0 too."""
+    import torch
+
+    entropy = [seed, tile, *key.optimizer.encode(), *key.name.encode()]
+    bits = np.random.default_rng(entropy).integers(
+        0, 256, optimizer.format(key.name).tile_nbytes, dtype=np.uint8
+    )
+    dtype: torch.dtype = getattr(torch, optimizer.arrays[key.name])
+    return torch.from_numpy(bits).view(dtype)
+
+
+def write_generation(store: TierStore, seed: int, *, commit: bool = True) -> None:
+    """Write random bits to every tile of every array, a set at a time, and commit as step `seed`."""
+    store.begin()
+    for optimizer in store.optimizers.values():
+        for tile in range(optimizer.layout.n_tiles):
+            transfers = [
+                store.write(key, tile, _on_device(store, tile_values(optimizer, key, tile, seed)))
+                for key in optimizer.keys()
+            ]
+            for transfer in transfers:
+                transfer.settled.result(timeout=60)
+    if commit:
+        store.commit(seed, {"seed": seed})
+
+
+def read_array(store: TierStore, key: ArrayKey) -> list[torch.Tensor]:
+    """All tiles of an array, on the CPU."""
+    import torch
+
+    optimizer = store.optimizers[key.optimizer]
+    tiles = []
+    for tile in range(optimizer.layout.n_tiles):
+        dtype = getattr(torch, optimizer.arrays[key.name])
+        out = store.device.empty(optimizer.format(key.name).tile_nbytes).view(dtype)
+        transfer = store.read(key, tile, out)
+        store.device.wait(transfer.device_done.result(timeout=60))
+        transfer.settled.result(timeout=60)
+        tiles.append(out.cpu())
+    return tiles
+
+
+def _on_device(store: TierStore, values: torch.Tensor) -> torch.Tensor:
+    moved = values.to(store.device.torch_device)
+    store.device.synchronize()
+    return moved
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    import torch
+
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+class TierStoreTests:
+    """What holds for every tier.
+
+    A subclass sets `store_class`; it may override the fixtures `config` (a small configuration
+    that the tier can run with) and `device`.
+    """
+
+    store_class: ClassVar[type[TierStore]]
+
+    @pytest.fixture
+    def config(self, tmp_path: Path) -> TierConfig:
+        """A configuration that the tier runs with."""
+        return TierConfig(
+            tier=self.store_class.tier, directory=tmp_path / "stores", slots=2, timeout_s=60.0
+        )
+
+    @pytest.fixture
+    def device(self) -> Device:
+        """Where tensors are."""
+        import torch
+
+        return open_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+    @pytest.fixture
+    def fresh(self, config: TierConfig, device: Device) -> Iterator[TierStore]:
+        """A store that is not allocated."""
+        store = self.store_class(config, device, Identity(nonce="0badcafe"))
+        yield store
+        store.close()
+
+    @pytest.fixture
+    def store(self, fresh: TierStore) -> TierStore:
+        """A store of two optimizers with nothing committed."""
+        fresh.allocate([make_optimizer(), make_optimizer("opt-1", 1500, chunk_numel=1024)])
+        return fresh
+
+    def _expect(self, store: TierStore, seed: int) -> None:
+        for optimizer in store.optimizers.values():
+            for key in optimizer.keys():
+                for tile, found in enumerate(read_array(store, key)):
+                    wanted = tile_values(optimizer, key, tile, seed)
+                    assert _bits(found) == _bits(wanted), f"tile {tile} of {key}"  # noqa: S101
+
+    def test_probe_says_how_bytes_move(self, config: TierConfig, device: Device) -> None:
+        """The probe runs and names a mode."""
+        probe = self.store_class.probe(config, device)
+        assert probe.ok, probe.reason  # noqa: S101
+        assert probe.mode  # noqa: S101
+        assert probe.tier == self.store_class.tier  # noqa: S101
+
+    def test_reads_what_was_committed(self, store: TierStore) -> None:
+        """Every bit of every tile comes back, over several generations."""
+        for seed in (1, 2, 3):
+            write_generation(store, seed)
+            assert store.committed is not None  # noqa: S101
+            assert store.committed.step == seed  # noqa: S101
+            self._expect(store, seed)
+
+    @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn"])
+    def test_every_type(self, fresh: TierStore, dtype: str) -> None:
+        """Arrays of narrow types stand beside fp32 ones."""
+        arrays = {"main": "float32", "exp_avg": dtype}
+        fresh.allocate([make_optimizer(tile_numel=4096, chunk_numel=8192, arrays=arrays)])
+        write_generation(fresh, 5)
+        self._expect(fresh, 5)
+
+    @pytest.mark.parametrize("numel", [0, 1, 1024, 1025])
+    def test_odd_sizes(self, fresh: TierStore, numel: int) -> None:
+        """An empty array, one element, exactly one tile, one element more."""
+        fresh.allocate([make_optimizer(numel=numel)])
+        write_generation(fresh, 1)
+        self._expect(fresh, 1)
+
+    def test_source_may_change_after_device_done(self, store: TierStore) -> None:
+        """What is written is what the tensor held until ``device_done``."""
+        store.begin()
+        for optimizer in store.optimizers.values():
+            for tile in range(optimizer.layout.n_tiles):
+                for key in optimizer.keys():
+                    values = _on_device(store, tile_values(optimizer, key, tile, 7))
+                    transfer = store.write(key, tile, values)
+                    store.device.wait(transfer.device_done.result(timeout=60))
+                    values.zero_()
+                    transfer.settled.result(timeout=60)
+        store.commit(7, {})
+        self._expect(store, 7)
+
+    def test_a_full_window_at_once(self, store: TierStore) -> None:
+        """As many tiles as the store allows are on their way in and out at the same time."""
+        write_generation(store, 1)
+        optimizer = store.optimizers["opt-0"]
+        store.begin()
+        tiles = range(min(store.read_sets, store.write_sets, optimizer.layout.n_tiles))
+        outs: dict[tuple[ArrayKey, int], Any] = {}
+        for tile in tiles:
+            for key in optimizer.keys():
+                out = _on_device(store, tile_values(optimizer, key, tile, 0))
+                outs[key, tile] = (out, store.read(key, tile, out))
+        for (key, tile), (out, transfer) in outs.items():
+            transfer.settled.result(timeout=60)
+            store.device.synchronize()
+            wanted = tile_values(optimizer, key, tile, 1)
+            assert _bits(out.cpu()) == _bits(wanted)  # noqa: S101
+        writes = [
+            store.write(key, tile, _on_device(store, tile_values(optimizer, key, tile, 2)))
+            for tile in tiles
+            for key in optimizer.keys()
+        ]
+        for write in writes:
+            write.settled.result(timeout=60)
+
+    def test_order_of_calls(self, fresh: TierStore) -> None:
+        """Calls that the state forbids are refused, and change nothing."""
+        optimizer = make_optimizer()
+        key, out = ArrayKey("opt-0", "main"), fresh.device.empty(4096).view(_float32())
+        for early in (fresh.begin, lambda: fresh.read(key, 0, out), lambda: fresh.commit(1, {})):
+            with pytest.raises(StateError):
+                early()
+        fresh.allocate([optimizer])
+        with pytest.raises(StateError):
+            fresh.allocate([optimizer])
+        with pytest.raises(StateError, match="nothing was committed"):
+            fresh.read(key, 0, out)
+        with pytest.raises(StateError, match="between steps"):
+            fresh.write(key, 0, out)
+        write_generation(fresh, 1)
+        fresh.begin()
+        with pytest.raises(StateError, match="middle of a step"):
+            fresh.begin()
+        with pytest.raises(StateError, match="middle of a step"):
+            fresh.snapshot(Path("nowhere"))
+
+    def test_what_does_not_fit_is_refused(self, store: TierStore) -> None:
+        """Wrong array, tile, length, type or stride."""
+        write_generation(store, 1)
+        empty = store.device.empty
+        key = ArrayKey("opt-0", "main")
+        good = empty(4096).view(_float32())
+        for wrong_key in (ArrayKey("opt-7", "main"), ArrayKey("opt-0", "momentum")):
+            with pytest.raises(LayoutError):
+                store.read(wrong_key, 0, good)
+        for tile in (-1, 10):
+            with pytest.raises(LayoutError):
+                store.read(key, tile, good)
+        strided = empty(8192).view(_float32())[::2]
+        for out in (empty(4092).view(_float32()), empty(1024), strided):
+            with pytest.raises(LayoutError):
+                store.read(key, 0, out)
+        self._expect(store, 1)
+
+    def test_a_missing_tile_is_refused_at_commit(self, store: TierStore) -> None:
+        """A generation is whole or it is not committed."""
+        write_generation(store, 1)
+        store.begin()
+        optimizer = store.optimizers["opt-0"]
+        key = optimizer.keys()[0]
+        store.write(key, 0, _on_device(store, tile_values(optimizer, key, 0, 2)))
+        with pytest.raises(StateError, match="was not written"):
+            store.commit(2, {})
+        with pytest.raises(StateError, match="failed"):
+            store.begin()
+
+    def test_a_tile_written_twice_is_refused(self, store: TierStore) -> None:
+        """One writer, once."""
+        store.begin()
+        optimizer = store.optimizers["opt-0"]
+        key = optimizer.keys()[0]
+        values = _on_device(store, tile_values(optimizer, key, 0, 2))
+        store.write(key, 0, values).settled.result(timeout=60)
+        with pytest.raises(StateError, match="twice"):
+            store.write(key, 0, values)
+
+    def test_rollback(self, store: TierStore) -> None:
+        """An unfinished generation is undone where the tier can, and refused where it can't."""
+        write_generation(store, 1)
+        write_generation(store, 2, commit=False)
+        if not store.capabilities.rollback:
+            with pytest.raises(StateError, match="no finished step"):
+                store.rollback()
+            return
+        self._expect(store, 1)
+        store.rollback()
+        self._expect(store, 1)
+        write_generation(store, 3)
+        self._expect(store, 3)
+
+    def test_closed_stores_refuse(self, store: TierStore) -> None:
+        """Closing twice is fine; using a closed store is not."""
+        write_generation(store, 1)
+        store.close()
+        store.close()
+        with pytest.raises(StateError, match="closed"):
+            store.begin()
+
+    def test_no_room_is_found_at_allocation(self, fresh: TierStore) -> None:
+        """More than any machine has: refused before the first step, nothing left behind."""
+        huge = make_optimizer(numel=2**50, tile_numel=2**22, chunk_numel=197_132_288)
+        with pytest.raises(CapacityError) as caught:
+            fresh.allocate([huge])
+        assert caught.value.errno in (errno.ENOSPC, errno.ENOMEM)  # noqa: S101
+        directory = fresh.config.directory
+        left = list(directory.rglob("rank-*")) if directory is not None else []
+        assert left == []  # noqa: S101
+
+    def test_snapshot_opens_with_zarr(self, store: TierStore, tmp_path: Path) -> None:
+        """A snapshot is a tree of zarr arrays, and stays what it was when training goes on."""
+        import zarr
+
+        write_generation(store, 4)
+        store.snapshot(tmp_path / "snapshot")
+        write_generation(store, 5)
+        write_generation(store, 6)
+        group = zarr.open_group(tmp_path / "snapshot" / "rank-00000" / "gen-a", mode="r")
+        for optimizer in store.optimizers.values():
+            for key in optimizer.keys():
+                found = group[str(key)]
+                assert isinstance(found, zarr.Array)  # noqa: S101
+                tiles = [
+                    tile_values(optimizer, key, tile, 4).numpy()
+                    for tile in range(optimizer.layout.n_tiles)
+                ]
+                wanted = np.concatenate(tiles)[: optimizer.layout.numel]
+                assert np.asarray(found[:]).tobytes() == wanted.tobytes()  # noqa: S101
+        record = group.attrs["tierstore"]
+        assert isinstance(record, dict)  # noqa: S101
+        assert (record["state"], record["step"]) == ("complete", 4)  # noqa: S101
+        with pytest.raises(TierStoreError, match="exists"):
+            store.snapshot(tmp_path / "snapshot")
+
+    def test_reopening(self, store: TierStore, device: Device) -> None:
+        """A durable store is found again with its step, counters and bits; memory says it is not."""
+        write_generation(store, 8)
+        path = Path(getattr(store, "path", "nowhere"))
+        store.close()
+        again = self.store_class(store.config, device, Identity(nonce="another"))
+        if not store.capabilities.durable:
+            with pytest.raises(StateError, match="memory"):
+                again.open(path)
+            return
+        again.open(path)
+        assert again.committed is not None  # noqa: S101
+        assert (again.committed.step, again.committed.state) == (8, {"seed": 8})  # noqa: S101
+        self._expect(again, 8)
+        write_generation(again, 9)
+        self._expect(again, 9)
+        again.close()
+
+    def test_a_second_owner_is_refused(self, store: TierStore, device: Device) -> None:
+        """Two stores never share a directory, and the second one touches nothing."""
+        if not store.capabilities.durable:
+            pytest.skip("the tier is memory: there is no directory to share")
+        write_generation(store, 1)
+        twin = self.store_class(store.config, device, store.identity)
+        with pytest.raises(StateError, match="exists"):
+            twin.allocate([make_optimizer()])
+        other = self.store_class(store.config, device, Identity(nonce="another"))
+        with pytest.raises(StateError, match="in use"):
+            other.open(Path(str(getattr(store, "path", ""))))
+        self._expect(store, 1)
+
+
+def _float32() -> torch.dtype:
+    import torch
+
+    return torch.float32

@@ -1,0 +1,90 @@
+"""Stores that behave badly on purpose."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from tierstore.store import ArrayKey, TierStore, Transfer
+
+if TYPE_CHECKING:
+    import torch
+
+    from tierstore.device import Event
+
+__all__ = ["delayed"]
+
+
+def delayed(
+    store_class: type[TierStore], *, seed: int = 0, longest_s: float = 0.003
+) -> type[TierStore]:
+    """A tier whose transfers start late, end late, and overtake each other.
+
+    The guard against races: whoever reads a slot before its tile has arrived, or reuses one before
+    its tile has left, gets wrong numbers with this store much sooner than with a fast one.
+
+    Parameters
+    ----------
+    store_class
+        The tier to slow down.
+    seed
+        Of the random delays.
+    longest_s
+        The longest delay before and after each transfer.
+
+    Returns
+    -------
+    type
+        A subclass of `store_class`.
+    """
+
+    class DelayStore(store_class):  # type: ignore[misc, valid-type]
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self._random = random.Random(seed)
+            self._random_lock = threading.Lock()
+            self._late = ThreadPoolExecutor(8, thread_name_prefix="tierstore-late")
+
+        def _read(
+            self, key: ArrayKey, tile: int, out: torch.Tensor, after: Sequence[Event]
+        ) -> Transfer:
+            return self._start_late(lambda: super(DelayStore, self)._read(key, tile, out, after))
+
+        def _write(
+            self, key: ArrayKey, tile: int, src: torch.Tensor, after: Sequence[Event]
+        ) -> Transfer:
+            return self._start_late(lambda: super(DelayStore, self)._write(key, tile, src, after))
+
+        def _start_late(self, start: Callable[[], Transfer]) -> Transfer:
+            late = Transfer()
+            self._late.submit(self._carry, start, late)
+            return late
+
+        def _carry(self, start: Callable[[], Transfer], late: Transfer) -> None:
+            self._wait()
+            try:
+                transfer = start()
+                event = transfer.device_done.result()
+                self._wait()
+                late.device_done.set_result(event)
+                transfer.settled.result()
+            except BaseException as error:  # the transfer reports it
+                late.fail(error)
+                return
+            self._wait()
+            late.settled.set_result(None)
+
+        def _wait(self) -> None:
+            with self._random_lock:
+                delay_s = self._random.random() * longest_s
+            time.sleep(delay_s)
+
+        def _close(self) -> None:
+            self._late.shutdown()
+            super()._close()
+
+    return DelayStore
