@@ -319,14 +319,30 @@ class Lease:
                 f"{directory} is in use by another process; two jobs can't share one store. "
                 "Choose another --optimizer-state-dir or role"
             ) from error
-        leases = weakref.WeakSet((self,))
-        os.register_at_fork(after_in_child=lambda: [lease.close() for lease in leases])
+        _leases.add(self)
 
     def close(self) -> None:
-        """Give the directory free."""
+        """Give the directory free, also where a forked child still holds the file open."""
         if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Let go of this process's hold on the file without ending the owner's."""
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+
+_leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+
+
+def _abandon_leases() -> None:
+    for lease in _leases:
+        if lease._descriptor >= 0:
+            lease.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_leases)
 
 
 def _attributes(path: Path) -> dict[str, Any]:

@@ -2,10 +2,39 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
 from hypothesis import HealthCheck, settings
 
+from tierstore.backends import _direct_io
+from tierstore.backends._tree import RankTree
 from tierstore.backends.posix import PosixStore
-from tierstore.testing.conformance import TierStoreTests
+from tierstore.config import TierConfig
+from tierstore.device import CpuDevice
+from tierstore.errors import CapacityError, ConfigError, CorruptError, TransferError
+from tierstore.layout import StateLayout
+from tierstore.store import ArrayKey, Identity
+from tierstore.testing.conformance import (
+    TierStoreTests,
+    make_optimizer,
+    read_array,
+    tile_values,
+    write_generation,
+)
 from tierstore.testing.stateful import store_machine
 
 
@@ -21,3 +50,230 @@ TestNvmeModel.settings = settings(
     derandomize=True,
     suppress_health_check=list(HealthCheck),
 )
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[PosixStore]:
+    made = make_store(tmp_path)
+    made.allocate([make_optimizer()])
+    write_generation(made, 1)
+    yield made
+    made.close()
+
+
+def make_store(directory: Path, **options: Any) -> PosixStore:
+    config = TierConfig(tier="nvme", directory=directory, slots=2, **options)
+    return PosixStore(config, CpuDevice(), Identity(nonce="0badcafe"))
+
+
+def chunk_file(store: PosixStore, array: str = "exp_avg", chunk: int = 0) -> Path:
+    return store.path / "gen-a" / "opt-0" / array / "c" / str(chunk)
+
+
+def test_plain_zarr_reads_every_number_and_the_tree(store: PosixStore) -> None:
+    root = zarr.open_group(store.path.parent, mode="r")
+    layout = store.optimizers["opt-0"].layout
+    for key in store.optimizers["opt-0"].keys():
+        array = root[f"rank-00000/gen-a/{key}"]
+        assert isinstance(array, zarr.Array)
+        assert (array.chunks, array.shards) == ((1024,), (3072,))
+        wanted = torch.cat(read_array(store, key))[: layout.numel].numpy()
+        assert np.asarray(array[:]).tobytes() == wanted.tobytes()
+    assert root.attrs["tierstore"] == {"format": 1, "role": "train", "nonce": "0badcafe"}
+    rank = json.loads((store.path / "zarr.json").read_text())["attributes"]["tierstore"]
+    assert StateLayout.from_json(rank["optimizers"][0]["layout"]) == layout
+
+
+def test_files_are_of_the_owner_only_and_preallocated(store: PosixStore) -> None:
+    for path in store.path.parent.rglob("*"):
+        if path.is_symlink():
+            continue
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert mode == (0o700 if path.is_dir() else 0o600), path
+    for generation in ("gen-a", "gen-b"):
+        for path in (store.path / generation).rglob("c/*"):
+            assert path.stat().st_blocks * 512 >= path.stat().st_size > 0
+
+
+@pytest.mark.parametrize("place", ["element", "checksum"])
+def test_a_flipped_bit_is_refused_by_us_and_by_zarr(store: PosixStore, place: str) -> None:
+    form = store.optimizers["opt-0"].format("exp_avg")
+    offset = form.tile_offset(1) + (17 if place == "element" else form.tile_nbytes + 2)
+    with chunk_file(store).open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 4]))
+    with pytest.raises(CorruptError, match=r"tile 1 of opt-0/exp_avg .*checksum"):
+        read_array(store, ArrayKey("opt-0", "exp_avg"))
+    array = zarr.open_array(store.path / "gen-a/opt-0/exp_avg", mode="r")
+    assert array[0] == array[0] or np.isnan(array[0])  # the tile next to it is fine
+    with pytest.raises(ValueError, match="checksum"):
+        array[1024]
+
+
+def test_a_lost_chunk_reads_as_nan_in_zarr_and_is_an_error_here(store: PosixStore) -> None:
+    chunk_file(store, chunk=1).unlink()
+    array = zarr.open_array(store.path / "gen-a/opt-0/exp_avg", mode="r")
+    assert np.isnan(np.asarray(array[3072:6144])).all()
+    with pytest.raises(TransferError, match="No such file"):
+        read_array(store, ArrayKey("opt-0", "exp_avg"))
+    path = store.path
+    store.close()
+    with pytest.raises(CorruptError, match="1 chunk files of step 1 are missing"):
+        make_store(path.parents[1]).open(path)
+
+
+def test_a_truncated_chunk_is_an_error_that_says_where(store: PosixStore) -> None:
+    os.truncate(chunk_file(store), 8192)
+    with pytest.raises(CorruptError, match="ends at byte 8192"):
+        read_array(store, ArrayKey("opt-0", "exp_avg"))
+
+
+def test_a_tile_never_written_is_refused_by_zarr(tmp_path: Path) -> None:
+    with make_store(tmp_path) as store:
+        store.allocate([make_optimizer()])
+        array = zarr.open_array(store.path / "gen-a/opt-0/main", mode="r")
+        with pytest.raises(ValueError, match="checksum"):
+            array[0]
+
+
+def test_a_file_system_without_direct_io_is_said_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reason = "the file system refuses O_DIRECT (Invalid argument)"
+    monkeypatch.setattr(_direct_io, "direct_io_refused", lambda directory: reason)
+    with make_store(tmp_path) as store:
+        assert store.probe(store.config, store.device).mode == "buffered"
+        store.allocate([make_optimizer()])
+        assert store.mode == "buffered"
+        write_generation(store, 3)
+        assert _same(store, 3)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert reason in caplog.text
+
+
+def _same(store: PosixStore, seed: int) -> bool:
+    return all(
+        torch.equal(
+            torch.cat(read_array(store, key)).view(torch.uint8),
+            torch.cat(
+                [tile_values(entry, key, tile, seed) for tile in range(entry.layout.n_tiles)]
+            ).view(torch.uint8),
+        )
+        for entry in store.optimizers.values()
+        for key in entry.keys()
+    )
+
+
+def test_directory_that_cannot_be_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    store = make_store(tmp_path / "file" / "below")
+    with pytest.raises(ConfigError, match="can't run"):
+        store.allocate([make_optimizer()])
+    with pytest.raises(ConfigError, match="--optimizer-state-dir"):
+        PosixStore(TierConfig(tier="nvme"), CpuDevice(), Identity(nonce="x"))
+
+
+@pytest.mark.parametrize("sets", [2, 3, 5, 100])
+def test_host_memory_stays_within_the_cap(tmp_path: Path, sets: int) -> None:
+    set_nbytes = 3 * (4096 + 4096)
+    with make_store(tmp_path, host_memory_nbytes=sets * set_nbytes) as store:
+        store.allocate([make_optimizer()])
+        assert store.host_nbytes <= sets * set_nbytes
+        assert (store.read_sets, store.write_sets) == (min(2, sets // 2), min(2, sets - sets // 2))
+        write_generation(store, 2)
+        assert _same(store, 2)
+
+
+def test_a_cap_below_the_minimum_is_refused_with_the_number(tmp_path: Path) -> None:
+    store = make_store(tmp_path, host_memory_nbytes=2 * 3 * 8192 - 1)
+    with pytest.raises(ConfigError, match="at least 49,152"):
+        store.allocate([make_optimizer()])
+    assert not store.path.exists()
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    mount = tmp_path / "small"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("this machine does not let root mount a tmpfs")
+    yield mount
+    subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_a_full_file_system_is_found_before_the_first_step(small_tmpfs: Path) -> None:
+    store = make_store(small_tmpfs)
+    with pytest.raises(CapacityError, match="recovery=none") as caught:
+        store.allocate([make_optimizer(numel=100_000)])
+    assert caught.value.errno == errno.ENOSPC
+    assert list(small_tmpfs.iterdir()) == []
+
+
+def test_space_that_somebody_else_takes_meanwhile(
+    small_tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RankTree, "require_space", lambda self, generations: None)
+    store = make_store(small_tmpfs)
+    with pytest.raises(CapacityError, match="reserving"):
+        store.allocate([make_optimizer(numel=100_000)])
+    assert not store.path.exists()
+
+
+def test_a_kill_in_mid_step_leaves_the_last_step_whole(tmp_path: Path) -> None:
+    script = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_nvme import make_optimizer, make_store, write_generation
+store = make_store(Path(sys.argv[1]))
+store.allocate([make_optimizer()])
+write_generation(store, 1)
+write_generation(store, 2)
+write_generation(store, 3, commit=False)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    here = str(Path(__file__).parent)
+    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path), here], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    with make_store(tmp_path) as store:
+        store.open(store.path)
+        assert store.committed is not None
+        assert store.committed.step == 2
+        assert _same(store, 2)
+        write_generation(store, 3)
+        assert _same(store, 3)
+
+
+def test_without_recovery_a_step_cut_short_is_never_opened(tmp_path: Path) -> None:
+    with make_store(tmp_path, recovery="none") as store:
+        store.allocate([make_optimizer()])
+        assert not (store.path / "gen-b").exists()
+        write_generation(store, 1)
+        write_generation(store, 2, commit=False)
+    with pytest.raises(CorruptError, match="stopped in mid-step"):
+        make_store(tmp_path, recovery="none").open(store.path)
+
+
+def test_a_forked_child_does_not_keep_the_store_in_use(store: PosixStore) -> None:
+    path = store.path
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads, and that the store has threads is the point here.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    store.close()
+    with make_store(path.parents[1]) as again:
+        again.open(path)
+    os.write(writer, b"x")
+    os.waitpid(child, 0)
+    os.close(reader)
+    os.close(writer)

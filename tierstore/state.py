@@ -134,6 +134,21 @@ class RankState:
             self.window.nbytes / 2**30,
         )
 
+    def rollback(self) -> None:
+        """Return to the last committed step after an error.
+
+        The arrays are those of that step again. The model's weights are not: tiles that were
+        updated before the error have written theirs. Put them back from ``main``, or load a
+        checkpoint.
+
+        Raises
+        ------
+        StateError
+            The tier overwrites in place.
+        """
+        self.store.rollback()
+        self._swept.clear()
+
     def _require_between_steps(self) -> None:
         if self._swept:
             raise StateError(

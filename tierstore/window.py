@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tierstore.zarr_format import BLOCK_NBYTES
@@ -51,12 +51,13 @@ class Window:
     device
         Where the slots are.
     slots
-        How many.
+        How many at most; no more than the longest array has tiles.
     optimizers
         Every optimizer of the chain; a slot fits the largest tile of any of them.
     """
 
-    def __init__(self, device: Device, slots: int, optimizers: Iterable[OptimizerLayout]) -> None:
+    def __init__(self, device: Device, slots: int, optimizers: Sequence[OptimizerLayout]) -> None:
+        slots = max(1, min(slots, max(entry.layout.n_tiles for entry in optimizers)))
         slot_nbytes = max(
             sum(entry.format(name).tile_nbytes for name in entry.arrays) for entry in optimizers
         )
