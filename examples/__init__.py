@@ -1,0 +1,1 @@
+"""Programs that show tierstore at work: `train_gpt` to copy from, `demo` to watch."""
