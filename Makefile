@@ -8,9 +8,9 @@ PYTHON ?= python3
 #   make demo TORCH="torch==2.13.0 --index-url ..."
 TORCH ?= torch==2.13.0
 
-# More arguments for pytest, for instance PYTEST_ARGS="-k layout -x". JOBS=0 runs all in one process.
+# More arguments for pytest, such as PYTEST_ARGS="-k layout -x", or "-n 4" with many cores. With two
+# there is nothing to gain: the adapter's tests run in groups of processes of their own.
 PYTEST_ARGS ?=
-JOBS ?= 2
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -18,7 +18,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --no-input install -qq
 # Whatever PyTorch the first step brought, later steps may not replace it.
 PINS := -c requirements/constraints.txt -c $(VENV)/torch-pin.txt
 
-SHELL := /bin/bash
+SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -89,8 +89,9 @@ help: ## list the targets
 demo: $(VENV)/demo.done ## train a small GPT with its state on each tier, and compare to the bit
 	$(PY) -m examples.demo
 
-pytest := $(PY) -m pytest -n $(JOBS)
-# pytest ends with 5 where a module has no doctest at all.
+pytest := $(PY) -m pytest
+# A run of its own, since it imports every file that it is given: of the tests, helpers that patch
+# torch too. pytest ends with 5 where there is no doctest at all.
 doctest := $(PY) -m pytest --doctest-modules tierstore
 fast := -m 'not slow and not megatron'
 
@@ -103,7 +104,7 @@ test: $(VENV)/test.done $(if $(old_python),$(newer_megatron_dir)/.done) ## all t
 test-fast: $(VENV)/test.done ## the tests that take seconds
 	$(pytest) $(fast) $(PYTEST_ARGS)
 
-# The variable and not `python -O`: pytest's workers and the tests' own children inherit it.
+# The variable and not `python -O`: pytest-xdist's workers and the tests' children inherit it.
 .PHONY: test-optimized
 test-optimized: $(VENV)/test.done ## the same under `python -O`: no check may live in an assert
 	PYTHONOPTIMIZE=1 $(pytest) $(fast) $(PYTEST_ARGS)

@@ -48,7 +48,7 @@ def _named(what: str, path: Path) -> Iterator[None]:
         code = error.errno or errno.EIO
         message = f"{what} {path}: {os.strerror(code)}"
         if code in _NO_ROOM:
-            raise CapacityError(code, f"{message}; free space or quota on that file system") from error
+            raise CapacityError(code, f"{message}; free space or quota there") from error
         if code == errno.EMFILE:
             message += "; raise the limit on open files (ulimit -n)"
         raise TransferError(code, message) from error
@@ -207,9 +207,8 @@ def read_json(path: Path) -> Any:
         Missing, or not JSON.
     """
     try:
-        with open_file(path) as descriptor:
-            with os.fdopen(os.dup(descriptor), "rb") as file:
-                return json.load(file)
+        with open_file(path) as descriptor, os.fdopen(os.dup(descriptor), "rb") as file:
+            return json.load(file)
     except TransferError as error:
         if error.errno == errno.ENOENT:
             raise CorruptError(f"{path} is missing") from error

@@ -19,7 +19,7 @@ from tierstore.backends._tree import (
     RankTree,
     rank_directory_name,
 )
-from tierstore.errors import ConfigError, CorruptError, StateError, TierStoreError
+from tierstore.errors import ConfigError, CorruptError, StateError
 from tierstore.store import ArrayKey, Capabilities, Commit, Identity, Probe, TierStore, Transfer
 from tierstore.zarr_format import CHECKSUM_NBYTES, checksum
 

@@ -123,9 +123,7 @@ class ShardUpdate:
     def begin(self) -> None:
         """Take down the scalars of every shard as they are before the step."""
         live = [self._live(shard) for shard in self._shards]
-        columns = []
-        for name in self._habit.scalars:
-            columns.append(_values([scalars[name] for scalars in live]))
+        columns = [_values([scalars[name] for scalars in live]) for name in self._habit.scalars]
         self._scalars = list(zip(*columns, strict=True)) if columns else [()] * len(self._shards)
         self._advanced, self._advanced_groups = {}, {}
 
@@ -140,9 +138,7 @@ class ShardUpdate:
     def visit(self, views: TileViews) -> None:
         """Update one tile in place and copy the result into the model's weights."""
         parts = [
-            part
-            for stretch in self._stretches[views.tile.index]
-            for part in self._split(stretch)
+            part for stretch in self._stretches[views.tile.index] for part in self._split(stretch)
         ]
         runs = [self._run(part, views.arrays) for part in parts]
         with lend(self._optimizer, runs) as groups:

@@ -75,14 +75,14 @@ class TierConfig:
         if self.slots < 1:
             wrong.append(f"slots is {self.slots}; at least 1 is needed, 4 are usual")
         if self.host_memory_nbytes is not None and self.host_memory_nbytes < 1:
-            wrong.append(f"host_memory_nbytes is {self.host_memory_nbytes}; leave it out for no cap")
+            wrong.append(f"host_memory_nbytes is {self.host_memory_nbytes}; None is for no cap")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", self.role):
             wrong.append(
                 f"role is {self.role!r}; it becomes part of a directory name: up to 64 letters, "
                 "digits, '.', '_' and '-', and a letter or digit first"
             )
         if self.recovery not in RECOVERY_MODES:
-            wrong.append(f"recovery is {self.recovery!r}; choose one of {', '.join(RECOVERY_MODES)}")
+            wrong.append(f"recovery is {self.recovery!r}; choose from {', '.join(RECOVERY_MODES)}")
         if self.io_threads < 1:
             wrong.append(f"io_threads is {self.io_threads}; at least 1 is needed")
         if not self.timeout_s > 0:

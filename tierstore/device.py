@@ -34,10 +34,10 @@ class Device(Protocol):
         """Uninitialised bytes on the device: shape ``(nbytes,)``, uint8."""
 
     def copy_in(self, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event]) -> Event:
-        """Copy host memory to the device once all of `after` have happened; return the copy's event."""
+        """Copy from host memory once all of `after` have happened; return the copy's event."""
 
     def copy_out(self, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event]) -> Event:
-        """Copy device memory to the host once all of `after` have happened; return the copy's event."""
+        """Copy to host memory once all of `after` have happened; return the copy's event."""
 
     def mark(self) -> Event:
         """Event that happens when all that the caller has queued so far is done."""
@@ -114,7 +114,9 @@ class CudaDevice:
         """See `Device`."""
         return self._copy(self._out, dst, src, after)
 
-    def _copy(self, stream: Any, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event]) -> Event:
+    def _copy(
+        self, stream: Any, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event]
+    ) -> Event:
         import torch
 
         # Called from I/O threads as well: the current stream is the thread's own.
@@ -161,6 +163,6 @@ def open_device(device: torch.device) -> Device:
     if device.type == "cpu":
         return CpuDevice()
     if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return CudaDevice(torch.device("cuda", index))
+        # A tensor knows the index that "cuda" alone stands for.
+        return CudaDevice(torch.empty(0, device=device).device)
     raise ConfigError(f"optimizer state on device {device} can't be streamed; use cpu or cuda")

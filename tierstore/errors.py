@@ -47,7 +47,7 @@ class ConfigError(TierStoreError, ValueError):
 
 
 class BackendUnavailableError(TierStoreError, ImportError):
-    """This tier can't run on this machine; the message says what is missing."""
+    """The tier can't run on this machine; the message says what is missing."""
 
     kind = "unavailable"
 

@@ -51,9 +51,7 @@ class RankState:
         self._counters = counters
         store.allocate(optimizers)
         self.window = Window(store.device, store.config.slots, optimizers)
-        self._streams = {
-            entry.name: StateStream(store, entry, self.window) for entry in optimizers
-        }
+        self._streams = {entry.name: StateStream(store, entry, self.window) for entry in optimizers}
         self._swept: set[str] = set()
         self._current = SweepMetrics()
         self.step = 0

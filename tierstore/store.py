@@ -79,6 +79,11 @@ class OptimizerLayout:
         """The arrays in order."""
         return [ArrayKey(self.name, array) for array in self.arrays]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements of all arrays."""
+        return sum(self.layout.numel * self.format(array).type.itemsize for array in self.arrays)
+
     def format(self, array: str, *, checksums: bool = True) -> ArrayFormat:
         """Places and metadata of one array's chunk files."""
         return ArrayFormat(
@@ -245,11 +250,15 @@ class TierStore(ABC):
         """Make ready to write the next generation."""
 
     @abstractmethod
-    def _read(self, key: ArrayKey, tile: int, out: torch.Tensor, after: Sequence[Event]) -> Transfer:
+    def _read(
+        self, key: ArrayKey, tile: int, out: torch.Tensor, after: Sequence[Event]
+    ) -> Transfer:
         """Start filling `out` from the last commit, once all of `after` have happened."""
 
     @abstractmethod
-    def _write(self, key: ArrayKey, tile: int, src: torch.Tensor, after: Sequence[Event]) -> Transfer:
+    def _write(
+        self, key: ArrayKey, tile: int, src: torch.Tensor, after: Sequence[Event]
+    ) -> Transfer:
         """Start writing `src` to the next generation, once all of `after` have happened."""
 
     @abstractmethod

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tierstore.errors import TierStoreError, TransferTimeoutError
+from tierstore.errors import TransferTimeoutError
 from tierstore.metrics import SweepMetrics
 from tierstore.schedule import Place, SweepSchedule
 

@@ -180,8 +180,10 @@ class _Trial:
         self._values = values.to(device)
 
     def run(self, parts: list[int], habit: Habit | None = None) -> _Outcome:
-        """A few steps on every group's parameter in these parts; without a habit the optimizer
-        makes its own state."""
+        """A few steps on every group's parameter in these parts.
+
+        Without a habit the optimizer makes its own state.
+        """
         import torch
 
         mains = self._values[0].clone()
@@ -194,11 +196,11 @@ class _Trial:
                     state |= {name: value.clone() for name, value in habit.scalars.items()}
                 runs.append(Run(group, part, None, state))
         states: list[dict[str, Any]] = []
-        with lend(self._optimizer, runs) as groups:
-            for group in groups:
+        with lend(self._optimizer, runs) as lent:
+            for options in lent:
                 # A schedule may start at 0, which would hide every difference.
-                if isinstance(group.get("lr"), float):
-                    group["lr"] = 1e-2
+                if isinstance(options.get("lr"), float):
+                    options["lr"] = 1e-2
             for grads in self._values[1:]:
                 for group, grad in enumerate(grads):
                     own = [run for run in runs if run.group == group]

@@ -159,11 +159,11 @@ def attach(optimizer: Any, config: TierConfig) -> Handle:
     handle = Handle(state, tiered)
     for entry in tiered:
         entry.bind(handle)
+    nbytes = sum(entry.nbytes for entry in state.optimizers.values())
     _logger.info(
-        "%s: %s of state in %s arrays, window %.3f GiB, host %.3f GiB%s",
+        "%s: %.3f GiB of state, window %.3f GiB, host memory %.3f GiB%s",
         state.store,
-        f"{sum(e.layout.numel * 4 * len(e.arrays) for e in state.optimizers.values()) / 2**30:.3f} GiB",
-        sum(len(entry.arrays) for entry in state.optimizers.values()),
+        nbytes / 2**30,
         state.window.nbytes / 2**30,
         state.store.host_nbytes / 2**30,
         f", in {handle.rank_path}" if handle.rank_path else "",
@@ -208,9 +208,7 @@ def _place() -> dict[str, Any]:
     for name in ("tensor_model_parallel", "pipeline_model_parallel", "data_parallel"):
         topology[f"{name}_size"] = getattr(parallel_state, f"get_{name}_world_size")()
         topology[f"{name}_rank"] = getattr(parallel_state, f"get_{name}_rank")()
-    topology["expert_model_parallel_size"] = (
-        parallel_state.get_expert_model_parallel_world_size()
-    )
+    topology["expert_model_parallel_size"] = parallel_state.get_expert_model_parallel_world_size()
     topology["expert_model_parallel_rank"] = parallel_state.get_expert_model_parallel_rank()
     return {"rank": torch.distributed.get_rank(), "topology": topology}
 

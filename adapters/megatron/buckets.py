@@ -102,7 +102,7 @@ def _main_params(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
     Not by ``model_param_group_index_map``: its order differs from that of the groups where a
     group has both fp32 and 16-bit parameters.
     """
-    mains = {}
+    mains: dict[torch.Tensor, torch.Tensor] = {}
     for models, shards in (
         (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
         (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),

@@ -49,18 +49,16 @@ def name_parameters(model_chunks: Iterable[Any]) -> dict[int, ParameterName]:
         module = chunk
         while hasattr(module, "module"):
             module = module.module
-        listed = {}
+        listed: dict[int, Any] = {}
         if hasattr(module, "sharded_state_dict"):
             for entry in _entries(module.sharded_state_dict()):
                 listed[id(entry.data)] = entry
         for name, parameter in module.named_parameters():
-            entry = listed.get(id(parameter))
-            pieces = () if entry is None else _pieces(entry, parameter)
-            if pieces:
-                names[id(parameter)] = ParameterName(_global_name(entry.key, pieces), pieces)
-            else:
-                names[id(parameter)] = ParameterName(f"chunk{index}.{name}", ())
-                unlisted.append(f"chunk{index}.{name}")
+            named = _name(listed.get(id(parameter)), parameter)
+            if named is None:
+                named = ParameterName(f"chunk{index}.{name}", ())
+                unlisted.append(named.name)
+            names[id(parameter)] = named
     if unlisted:
         _logger.warning(
             "%d parameters have no place in the model's sharded_state_dict (%s%s): their state "
@@ -70,6 +68,12 @@ def name_parameters(model_chunks: Iterable[Any]) -> dict[int, ParameterName]:
             ", ..." if len(unlisted) > 3 else "",
         )
     return names
+
+
+def _name(entry: Any, parameter: torch.Tensor) -> ParameterName | None:
+    """Name and pieces that an entry gives a parameter; None where it can't be said."""
+    pieces = () if entry is None else _pieces(entry, parameter)
+    return ParameterName(_global_name(entry.key, pieces), pieces) if pieces else None
 
 
 def _entries(tree: Any) -> Iterator[Any]:
