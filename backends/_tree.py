@@ -220,7 +220,6 @@ class RankTree:
             "nonce": nonce,
         }
         _direct_io.write_json(self.path / "COMMIT", about)
-        _direct_io.replace_link(self.path / "current", generation)
 
     def current(self) -> tuple[str, Commit, str]:
         """The generation that counts, what it holds, and the nonce of the run that wrote it.

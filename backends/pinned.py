@@ -129,7 +129,7 @@ class PinnedStore(TierStore):
             shutil.rmtree(tree.path, ignore_errors=True)
             raise
 
-    def _close(self) -> None:
+    def _close(self, discard: bool) -> None:
         with contextlib.suppress(AttributeError):  # closed before it was allocated
             self._copiers.shutdown()
             self._slab.close()

@@ -19,7 +19,7 @@ from tierstore.backends._tree import (
     RankTree,
     rank_directory_name,
 )
-from tierstore.errors import ConfigError, CorruptError, StateError
+from tierstore.errors import ConfigError, CorruptError, StateError, TransferError
 from tierstore.store import ArrayKey, Capabilities, Commit, Identity, Probe, TierStore, Transfer
 from tierstore.zarr_format import CHECKSUM_NBYTES, checksum
 
@@ -56,9 +56,11 @@ class PosixStore(TierStore):
             raise ConfigError("the nvme tier needs a directory: --optimizer-state-dir")
         super().__init__(config, device, identity)
         self.capabilities = Capabilities(durable=True, rollback=config.recovery == "step")
-        root = Path(config.directory) / f"{config.role}-{identity.nonce}"
+        # Absolute: a trainer may change its working directory.
+        root = Path(config.directory).absolute() / f"{config.role}-{identity.nonce}"
         self.path = root / rank_directory_name(identity.rank)
         self.mode = "unknown"
+        self._made = False
         self._current: str | None = None
         self._target = GENERATIONS[0]
         self._resources = contextlib.ExitStack()
@@ -98,6 +100,7 @@ class PosixStore(TierStore):
                 self._resources.callback(Lease(self.path).close)
                 for generation in generations:
                     self._tree.create_generation(generation)
+                self._made = True
             except BaseException:
                 # Only what this call made: the directory was made by it, and by nobody else.
                 shutil.rmtree(self.path, ignore_errors=True)
@@ -297,6 +300,9 @@ class PosixStore(TierStore):
             pass
         self._tree.finish(self._target, commit, self.identity.nonce)
         self._current = self._target
+        # For people only: a file system without symbolic links loses nothing by it.
+        with contextlib.suppress(TransferError):
+            _direct_io.replace_link(self.path / "current", self._current)
 
     def _snapshot(self, target: Path, commit: Commit) -> None:
         if self._current is None:
@@ -316,7 +322,10 @@ class PosixStore(TierStore):
             shutil.rmtree(tree.path, ignore_errors=True)
             raise
 
-    def _close(self) -> None:
+    def _close(self, discard: bool) -> None:
+        # While the lease is still held, so that nobody else can have taken the directory up.
+        if discard and self._made:
+            shutil.rmtree(self.path, ignore_errors=True)
         self._resources.close()
 
 

@@ -130,6 +130,28 @@ def test_a_truncated_chunk_is_an_error_that_says_where(store: PosixStore) -> Non
         read_array(store, ArrayKey("opt-0", "exp_avg"))
 
 
+def test_what_was_never_committed_is_not_left_behind(tmp_path: Path) -> None:
+    with make_store(tmp_path) as store:
+        store.allocate([make_optimizer()])
+        write_generation(store, 1, commit=False)
+    assert not store.path.exists()
+
+
+def test_discarding_removes_a_new_store_and_never_an_opened_one(tmp_path: Path) -> None:
+    for discard in (False, True):
+        store = make_store(tmp_path)
+        store.allocate([make_optimizer()]) if not store.path.exists() else store.open(store.path)
+        if store.committed is None:
+            write_generation(store, 1)
+        store.close(discard=discard)
+        assert store.path.exists()
+    other = make_store(tmp_path / "other")
+    other.allocate([make_optimizer()])
+    write_generation(other, 1)
+    other.close(discard=True)
+    assert not other.path.exists()
+
+
 def test_a_tile_never_written_is_refused_by_zarr(tmp_path: Path) -> None:
     with make_store(tmp_path) as store:
         store.allocate([make_optimizer()])

@@ -154,7 +154,7 @@ class RankState:
                 "chain has not; the state can't be read or changed in between"
             )
 
-    def close(self) -> None:
-        """Give back window, memory and threads."""
-        self.store.close()
+    def close(self, *, discard: bool = False) -> None:
+        """Give back window, memory and threads; see `TierStore.close`."""
+        self.store.close(discard=discard)
         del self.window, self._streams

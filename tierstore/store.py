@@ -270,8 +270,8 @@ class TierStore(ABC):
         """Write the current generation below the directory `target`."""
 
     @abstractmethod
-    def _close(self) -> None:
-        """Give back memory, threads and locks; bytes at rest stay."""
+    def _close(self, discard: bool) -> None:
+        """Give back memory, threads and locks; remove what `allocate` made if `discard` is set."""
 
     # What everybody calls.
 
@@ -469,8 +469,19 @@ class TierStore(ABC):
         self._require("new")
         raise StateError(f"the {self.tier} tier is memory: nothing of it can be opened again")
 
-    def close(self) -> None:
-        """Give back memory, threads and locks; raises the error of a write not yet reported."""
+    def close(self, *, discard: bool = False) -> None:
+        """Give back memory, threads and locks. Bytes at rest stay, if anything was committed.
+
+        Parameters
+        ----------
+        discard
+            Remove what this object allocated. A store that was opened is never removed.
+
+        Raises
+        ------
+        TierStoreError
+            The error of a write that was not reported yet.
+        """
         if self._phase == "closed":
             return
         failure: BaseException | None = None
@@ -481,7 +492,7 @@ class TierStore(ABC):
         except TierStoreError as error:
             failure = error
         self._phase = "closed"
-        self._close()
+        self._close(discard or self.committed is None)
         if failure is not None:
             raise failure
 

@@ -14,7 +14,7 @@ from tierstore.adapters.megatron.guards import refuse_optimizers
 from tierstore.adapters.megatron.names import name_parameters
 from tierstore.adapters.megatron.tiered import TieredOptimizer
 from tierstore.device import open_device
-from tierstore.errors import ConfigError, StateError, TierStoreError
+from tierstore.errors import ConfigError, StateError
 from tierstore.registry import tier_class
 from tierstore.state import RankState
 from tierstore.store import Identity
@@ -151,9 +151,6 @@ def attach(optimizer: Any, config: TierConfig) -> Handle:
         for entry in getattr(optimizer, "chained_optimizers", [optimizer])
         if not getattr(entry, "is_stub_optimizer", False)
     ]
-    refuse_optimizers(chain)
-    if not chain:
-        raise ConfigError("this rank has no optimizer: every parameter is frozen")
     nonce = _shared_nonce()
     state, tiered = _together(lambda: _build(chain, config, nonce))
     handle = Handle(state, tiered)
@@ -174,6 +171,10 @@ def attach(optimizer: Any, config: TierConfig) -> Handle:
 def _build(
     chain: list[Any], config: TierConfig, nonce: str
 ) -> tuple[RankState, list[TieredOptimizer]]:
+    refuse_optimizers(chain)
+    if not chain:
+        raise ConfigError("this rank has no optimizer: every parameter is frozen")
+    _warn_of_copied_gradients(chain)
     chunks = list(dict.fromkeys(chunk for entry in chain for chunk in entry.model_chunks))
     names = name_parameters(chunks)
     tiered = []
@@ -190,11 +191,29 @@ def _build(
         )
         state.fill({entry.name: entry.fill for entry in tiered})
     except BaseException:
-        store.close()
+        store.close(discard=True)
         raise
     for entry in tiered:
         entry.state = state
     return state, tiered
+
+
+def _warn_of_copied_gradients(chain: list[Any]) -> None:
+    import torch
+
+    numel = sum(
+        buffer.grad_data.numel() // entry.data_parallel_group.size()
+        for entry in chain
+        for buffer in entry.buffers
+        if buffer.grad_dtype != torch.float32
+    )
+    if numel:
+        _logger.warning(
+            "gradients are reduced in 16 bits: Megatron copies this rank's part of them to fp32 "
+            "for the step, %.3f GiB of device memory; --accumulate-allreduce-grads-in-fp32 (or "
+            "grad_reduce_in_fp32) needs no copy",
+            numel * 4 / 2**30,
+        )
 
 
 def _place() -> dict[str, Any]:
@@ -232,7 +251,7 @@ def _together(
     built = failure = None
     try:
         built = build()
-    except TierStoreError as error:
+    except Exception as error:  # raised below, when every rank knows
         failure = error
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         failures: list[str | None] = [None] * torch.distributed.get_world_size()
@@ -244,6 +263,6 @@ def _together(
     elsewhere = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
     if built is None or elsewhere:
         if built is not None:
-            built[0].close()
+            built[0].close(discard=True)
         raise StateError("attaching failed on other ranks:\n" + "\n".join(elsewhere))
     return built

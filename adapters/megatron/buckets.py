@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tierstore.binding import BoundShard
-from tierstore.errors import LayoutError
 from tierstore.layout import Shard, StateLayout
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def owned_shards(
     """
     mains = _main_params(optimizer)
     owned: list[OwnedShard] = []
+    uses: Counter[str] = Counter()
     start = 0
     for bucket, ranges in _buckets(optimizer):
         weights = bucket.param_data.view(-1)
@@ -54,8 +55,11 @@ def owned_shards(
             in_bucket = parameter_ranges["gbuf_world_in_bucket"]
             named = names[id(parameter)]
             main = mains[parameter]
+            # Two parameters of a rank may stand for one global tensor (copies of an embedding).
+            uses[named.name] += 1
+            number = uses[named.name]
             shard = Shard(
-                name=named.name,
+                name=named.name if number == 1 else f"{named.name}#{number}",
                 numel=local.size,
                 array_start=start + local.start,
                 param_start=whole.start,
@@ -75,7 +79,6 @@ def owned_shards(
             )
         start += bucket.grad_data.numel() // optimizer.data_parallel_group.size()
     owned.sort(key=lambda entry: entry.shard.array_start)
-    _require_unique_names(owned)
     return owned, start
 
 
@@ -110,14 +113,3 @@ def _main_params(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
         for model_group, shard_group in zip(models, shards, strict=True):
             mains.update(zip(model_group, shard_group, strict=True))
     return mains
-
-
-def _require_unique_names(owned: list[OwnedShard]) -> None:
-    seen: set[str] = set()
-    for entry in owned:
-        if entry.shard.name in seen:
-            raise LayoutError(
-                f"two parameters of one optimizer are called {entry.shard.name!r} in the model's "
-                "sharded_state_dict; their state could not be told apart"
-            )
-        seen.add(entry.shard.name)

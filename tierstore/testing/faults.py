@@ -83,8 +83,8 @@ def delayed(
                 delay_s = self._random.random() * longest_s
             time.sleep(delay_s)
 
-        def _close(self) -> None:
+        def _close(self, discard: bool) -> None:
             self._late.shutdown()
-            super()._close()
+            super()._close(discard)
 
     return DelayStore
