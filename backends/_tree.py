@@ -3,9 +3,9 @@
 ::
 
     <root>/zarr.json                      group: format version, role, nonce
-    <root>/rank-00003/zarr.json           group: identity and layouts, written once
-    <root>/rank-00003/COMMIT              the authority: which generation, which step
-    <root>/rank-00003/LEASE               locked by the process that owns the directory
+    <root>/rank-00003/zarr.json           group: identity and layouts, written once; the process
+                                          that owns the directory holds a lock on this file
+    <root>/rank-00003/COMMIT/zarr.json    group: the authority, which generation, which step
     <root>/rank-00003/current -> gen-a    for people
     <root>/rank-00003/gen-a/zarr.json     group: writing | complete, step, counters
     <root>/rank-00003/gen-a/opt-0/main/   arrays
@@ -71,6 +71,12 @@ class RankTree:
         self.formats = {
             key: entry.format(key.name) for entry in optimizers.values() for key in entry.keys()
         }
+
+    @property
+    def _commit_path(self) -> Path:
+        # A group like the others, so that any zarr reader sees it, and none meets a file in the
+        # tree that it does not know.
+        return self.path / "COMMIT" / _METADATA
 
     def chunk(self, generation: str, key: ArrayKey, chunk: int) -> ChunkFile:
         """One chunk file."""
@@ -161,6 +167,8 @@ class RankTree:
         }
         try:
             _direct_io.write_json(self.path / _METADATA, group_metadata(about))
+            _direct_io.make_directory(self._commit_path.parent)
+            _direct_io.sync_directory(self.path)
             _direct_io.sync_directory(root)
         except BaseException:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -219,7 +227,7 @@ class RankTree:
             "step": commit.step,
             "nonce": nonce,
         }
-        _direct_io.write_json(self.path / "COMMIT", about)
+        _direct_io.write_json(self._commit_path, group_metadata(about))
 
     def current(self) -> tuple[str, Commit, str]:
         """The generation that counts, what it holds, and the nonce of the run that wrote it.
@@ -229,13 +237,13 @@ class RankTree:
         CorruptError
             No commit, records that disagree, or chunk files that are missing or too short.
         """
-        about = _direct_io.read_json(self.path / "COMMIT")
+        about = _attributes(self._commit_path)
         try:
             generation, step, nonce = about["generation"], int(about["step"]), str(about["nonce"])
         except (KeyError, TypeError, ValueError) as error:
-            raise CorruptError(f"{self.path / 'COMMIT'} is not a commit record") from error
+            raise CorruptError(f"{self._commit_path} is not a commit record") from error
         if generation not in GENERATIONS:
-            raise CorruptError(f"{self.path / 'COMMIT'} names generation {generation!r}")
+            raise CorruptError(f"{self._commit_path} names generation {generation!r}")
         record = _attributes(self.path / generation / _METADATA)
         if (record.get("state"), record.get("step")) != ("complete", step):
             raise CorruptError(
@@ -306,10 +314,9 @@ class Lease:
     """
 
     def __init__(self, directory: Path) -> None:
-        path = directory / "LEASE"
-        self._descriptor = os.open(
-            path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, _direct_io.FILE_MODE
-        )
+        # The file is there as long as the directory is, and is never replaced.
+        path = directory / _METADATA
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,7 @@ CURRENT = "rank-00000/current/opt-0"  # the finished generation of the first ran
 def tree(store: Path) -> Tree:
     """Return the groups and arrays below `store`, with type, shape, chunk and tile of each."""
     view = Tree(store.name)
-    with warnings.catch_warnings():
-        # zarr mentions each file that is not zarr's: COMMIT (the current step) and LEASE (a lock).
-        warnings.filterwarnings("ignore", message="Object at .* is not recognized")
-        _add_members(view, zarr.open_group(store, mode="r"), store)
+    _add_members(view, zarr.open_group(store, mode="r"), store)
     return view
 
 
@@ -31,7 +27,10 @@ def _add_members(view: Tree, group: zarr.Group, path: Path) -> None:
         if (path / name).is_symlink():
             view.add(f"{name} -> {(path / name).readlink()}")
         elif isinstance(member, zarr.Group):
-            _add_members(view.add(name), member, path / name)
+            about = member.attrs.get("tierstore")
+            said = about if isinstance(about, dict) else {}
+            words = [f"{key} {said[key]}" for key in ("generation", "state", "step") if key in said]
+            _add_members(view.add(" ".join([name, *words])), member, path / name)
         else:
             # zarr calls our chunk a shard, and our tile the chunk within it.
             (chunk,), (tile,) = member.shards or member.chunks, member.chunks
