@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from tierstore.backends import _direct_io
 from tierstore.backends._host_memory import HostSlab
 from tierstore.backends._tree import GENERATIONS, RankTree, rank_directory_name
+from tierstore.errors import ConfigError
 from tierstore.store import ArrayKey, Capabilities, Commit, Probe, TierStore, Transfer
 from tierstore.zarr_format import BLOCK_NBYTES, CHECKSUM_NBYTES, checksum
 
@@ -49,6 +50,12 @@ class PinnedStore(TierStore):
             for key in entry.keys():
                 self._starts[key] = nbytes
                 nbytes += entry.layout.n_tiles * entry.format(key.name).tile_nbytes
+        cap = self.config.host_memory_nbytes
+        if cap is not None and nbytes > cap:
+            raise ConfigError(
+                f"{self}: the state is {nbytes:,} bytes ({nbytes / 2**30:.2f} GiB), and "
+                f"--optimizer-state-host-memory allows {cap:,}. Raise it, or choose a file tier"
+            )
         # A rank may own nothing of an optimizer; a slab needs a byte.
         self._slab = HostSlab(max(nbytes, BLOCK_NBYTES), self.device)
         self.host_nbytes = self._slab.nbytes

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -60,7 +61,7 @@ class PosixStore(TierStore):
         root = Path(config.directory).absolute() / f"{config.role}-{identity.nonce}"
         self.path = root / rank_directory_name(identity.rank)
         self.mode = "unknown"
-        self._made = False
+        self._made = self._doubtful = False
         self._current: str | None = None
         self._target = GENERATIONS[0]
         self._resources = contextlib.ExitStack()
@@ -112,7 +113,8 @@ class PosixStore(TierStore):
     def open(self, path: Path) -> None:
         """See `TierStore`."""
         self._require("new")
-        self.path = Path(path)
+        self.path = Path(path).absolute()
+        self.config = replace(self.config, directory=self.path.parents[1])
         self._tree, self.identity = RankTree.load(self.path)
         self.optimizers = dict(self._tree.optimizers)
         probe = self.probe(self.config, self.device)
@@ -160,6 +162,11 @@ class PosixStore(TierStore):
         self._resources.callback(self._readers.shutdown)
 
     def _begin(self) -> None:
+        if self._doubtful and self._current is not None and self.committed is not None:
+            # A commit failed half way: on the drive either generation may be the current one. The
+            # one that is not about to be overwritten must be.
+            self._tree.finish(self._current, self.committed, self.identity.nonce)
+            self._doubtful = False
         if self._current is None:
             self._target = GENERATIONS[0]
         elif self.capabilities.rollback:
@@ -298,8 +305,9 @@ class PosixStore(TierStore):
         paths = [chunk.path for chunk in self._tree.chunks(self._target)]
         for _ in self._writers.map(_direct_io.sync_data, paths):
             pass
+        self._doubtful = True
         self._tree.finish(self._target, commit, self.identity.nonce)
-        self._current = self._target
+        self._current, self._doubtful = self._target, False
         # For people only: a file system without symbolic links loses nothing by it.
         with contextlib.suppress(TransferError):
             _direct_io.replace_link(self.path / "current", self._current)

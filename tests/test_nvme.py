@@ -271,6 +271,37 @@ os.kill(os.getpid(), signal.SIGKILL)
         assert _same(store, 3)
 
 
+@pytest.mark.parametrize("when", ["record", "commit", "renamed"])
+def test_a_commit_that_fails_half_way(
+    store: PosixStore, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = _direct_io.write_json
+
+    def failing(path: Path, value: Any) -> None:
+        here = (path.parent.name == "COMMIT") == (when != "record")
+        if here and when == "renamed":
+            real(path, value)
+        if here:
+            raise TransferError(errno.EIO, "this drive was told to fail")
+        real(path, value)
+
+    write_generation(store, 2, commit=False)
+    monkeypatch.setattr(_direct_io, "write_json", failing)
+    with pytest.raises(TransferError, match="told to fail"):
+        store.commit(2, {})
+    monkeypatch.undo()
+    store.rollback()
+    assert _same(store, 1)
+    store.begin()  # from here on the generation that failed is being overwritten
+    path = store.path
+    store.close()
+    with make_store(path.parents[1]) as again:
+        again.open(path)
+        assert again.committed is not None
+        assert again.committed.step == 1
+        assert _same(again, 1)
+
+
 def test_without_recovery_a_step_cut_short_is_never_opened(tmp_path: Path) -> None:
     with make_store(tmp_path, recovery="none") as store:
         store.allocate([make_optimizer()])

@@ -31,8 +31,8 @@ class TierConfig:
     slots
         Tiles that device memory holds at once, at least 1 (2 to overlap anything).
     host_memory_nbytes
-        Cap on the page-locked memory that file tiers pass tiles through; None takes as much as
-        `slots` tiles in and `slots` tiles out need.
+        Cap on the page-locked memory of a rank: what file tiers pass tiles through, or the whole
+        state on the cpu tier. None is as much as `slots` tiles in and out need, or the state.
     role
         Keeps two stores of one job apart (an actor and a critic).
     recovery

@@ -157,4 +157,5 @@ class RankState:
     def close(self, *, discard: bool = False) -> None:
         """Give back window, memory and threads; see `TierStore.close`."""
         self.store.close(discard=discard)
-        del self.window, self._streams
+        self._streams.clear()
+        self.window.slots.clear()

@@ -63,8 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=parse_nbytes,
         default=None,
         metavar="SIZE",
-        help="cap on the page-locked memory of the file tiers per rank, such as 512MiB "
-        "(default: what K tiles in and K tiles out need)",
+        help="cap on the page-locked memory of a rank, such as 512MiB (default: what K tiles in "
+        "and K tiles out need; on the cpu tier, the state)",
     )
     group.add_argument(
         "--optimizer-state-recovery",
