@@ -109,7 +109,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "named"), REFUSED, ids=lambda value: str(value))
+@pytest.mark.parametrize(("options", "named"), REFUSED, ids=str)
 def test_each_unsafe_option_is_refused_with_a_reason(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config_from_args(parse("--optimizer-state-tier=cpu", **options))

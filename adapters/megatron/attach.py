@@ -88,7 +88,7 @@ class Handle:
         """
         for tiered in self._tiered:
             if tiered.owns(parameter):
-                return tiered.read_state(parameter)
+                return {name: value.clone() for name, value in tiered.read_state(parameter).items()}
         raise ConfigError("this rank owns no part of that parameter's optimizer state")
 
     def snapshot(self, path: Path | str) -> Path:
@@ -96,15 +96,13 @@ class Handle:
 
         All ranks call it with the same directory; each adds its own group.
         """
-        for tiered in self._tiered:
-            tiered.flush()
+        self._tiered[0].flush()
         self._state.store.snapshot(Path(path))
         return Path(path)
 
     def close(self) -> None:
         """End: give back memory, threads and locks. The optimizer can't step afterwards."""
-        for tiered in self._tiered:
-            tiered.flush()
+        self._tiered[0].flush()
         self._state.close()
 
     def __enter__(self) -> Self:
@@ -194,7 +192,7 @@ def _build(
         store.close(discard=True)
         raise
     for entry in tiered:
-        entry.state = state
+        entry.state, entry.peers = state, tiered
     return state, tiered
 
 

@@ -36,11 +36,12 @@ class TieredOptimizer:
 
     Attributes
     ----------
-    state
-        Set once the store is allocated.
+    state, peers
+        Set once the store is allocated: what the rank holds, and all optimizers of the chain.
     """
 
     state: RankState
+    peers: list[TieredOptimizer]
 
     def __init__(
         self, name: str, optimizer: Any, owned: list[OwnedShard], layout: StateLayout
@@ -87,7 +88,7 @@ class TieredOptimizer:
             }
             if not entry.bound.weight_is_main:
                 # Keeps shape, device and a place for the gradient, holds four bytes, reads as NaN
-                # and refuses to be written.
+                # and (with more than one element) refuses to be written.
                 nan = torch.full((1,), float("nan"), dtype=main.dtype, device=main.device)
                 main.data = nan.expand(main.shape)
         bound = self._optimizer
@@ -167,19 +168,23 @@ class TieredOptimizer:
                 self._inner.state[bound.main][name].copy_(tensors[name])
 
     def flush(self) -> None:
-        """Write what a checkpoint load has set to the tier, as a generation of its own."""
-        if not self._staged:
-            return
+        """Write what a load has set in any optimizer of the chain, as one generation.
 
-        def put(views: TileViews) -> None:
-            for extent in self._layout.extents(views.tile.index):
-                stop = extent.tile_start + extent.numel
-                for name, whole in self._staged.get(extent.shard, {}).items():
-                    part = whole[extent.shard_start : extent.shard_start + extent.numel]
-                    views.arrays[name][extent.tile_start : stop].copy_(part)
+        Of the whole chain, because the first optimizer that steps begins a generation, and then
+        nothing but a step may be written to it.
+        """
+        loaded = [peer for peer in self.peers if peer._staged]
+        if loaded:
+            self.state.rewrite({peer.name: peer._put_staged for peer in loaded})
+            for peer in loaded:
+                peer._staged.clear()
 
-        self.state.rewrite({self.name: put})
-        self._staged.clear()
+    def _put_staged(self, views: TileViews) -> None:
+        for extent in self._layout.extents(views.tile.index):
+            stop = extent.tile_start + extent.numel
+            for name, whole in self._staged.get(extent.shard, {}).items():
+                part = whole[extent.shard_start : extent.shard_start + extent.numel]
+                views.arrays[name][extent.tile_start : stop].copy_(part)
 
     def refresh_main(self, state_dict: dict[str, Any] | None = None) -> None:
         """Megatron's ``_copy_model_params_to_main_params``: weights, or a state dict's, to main."""
