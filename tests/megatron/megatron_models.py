@@ -113,6 +113,9 @@ def _config(recipe: Recipe) -> TransformerConfig:
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         attention_softmax_in_fp32=True,
+        # One tensor that stands for two global ones: gate and projection of a gated MLP.
+        gated_linear_unit=True,
+        activation_func=F.silu,
         **(moe if recipe.model == "moe" else {}),
     )
 
