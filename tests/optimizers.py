@@ -240,6 +240,7 @@ REFUSED: dict[str, Make] = {
     "adafactor-foreach": partial(torch.optim.Adafactor, foreach=True),
     # A schedule that starts at 0 must not hide that the update is not elementwise.
     "adafactor-lr-0": partial(torch.optim.Adafactor, lr=0),
+    "adafactor-lr-0.0": partial(torch.optim.Adafactor, lr=0.0),
     "adafactor-lr-tensor-0": lambda groups: torch.optim.Adafactor(groups, lr=torch.tensor(0.0)),
     "halves": Halves,
     "integer-step": IntegerStep,

@@ -35,6 +35,7 @@ STEPS = 4
 PADDING = 7.0
 # An fp32 weight that is its own main param; all others have a main param of their own.
 OWN = "own"
+GRAD = "grad"
 KINDS = (OWN, "bfloat16", "float16", "float32")
 
 OPTIMIZERS: dict[str, Make] = {
@@ -170,7 +171,7 @@ class Twins:
         self.buffers: dict[str, torch.Tensor] = {}
         self.unused: dict[str, torch.Tensor] = {}
         self.weights = list(weights or self._carve(plan.adjacent_weights, self.kinds))
-        self.grads = list(grads or self._carve(plan.adjacent_grads, ("grad",) * count))
+        self.grads = list(grads or self._carve(plan.adjacent_grads, (GRAD,) * count))
         mains = []
         for weight, kind in zip(self.weights, self.kinds, strict=True):
             weight.copy_(self._normal(weight.numel()))
@@ -202,18 +203,18 @@ class Twins:
         self.steps = 0
 
     def _carve(self, adjacent: bool, kinds: Sequence[str]) -> Iterator[torch.Tensor]:
-        """Tensors for the shards: slices of one buffer for each kind, or each on its own."""
-        places = zip(self.plan.starts, self.plan.numels, kinds, strict=True)
-        for start, numel, kind in places:
-            dtype = getattr(torch, kind) if hasattr(torch, kind) else torch.float32
+        """Tensors for the shards: slices of one buffer for each type, or each on its own."""
+        for start, numel, kind in zip(self.plan.starts, self.plan.numels, kinds, strict=True):
+            dtype = torch.float32 if kind in (OWN, GRAD) else getattr(torch, kind)
             if not adjacent:
                 yield torch.empty(numel, dtype=dtype)
                 continue
-            if kind not in self.buffers:
-                self.buffers[kind] = torch.full((self.layout.numel,), PADDING, dtype=dtype)
-                self.unused[kind] = torch.ones(self.layout.numel, dtype=torch.bool)
-            self.unused[kind][start : start + numel] = False
-            yield self.buffers[kind][start : start + numel]
+            name = kind if kind == GRAD else str(dtype)
+            if name not in self.buffers:
+                self.buffers[name] = torch.full((self.layout.numel,), PADDING, dtype=dtype)
+                self.unused[name] = torch.ones(self.layout.numel, dtype=torch.bool)
+            self.unused[name][start : start + numel] = False
+            yield self.buffers[name][start : start + numel]
 
     def _normal(self, numel: int) -> torch.Tensor:
         return torch.from_numpy(self.rng.normal(size=numel).astype(np.float32))
@@ -451,6 +452,17 @@ def test_a_shard_without_elements_counts_steps(name: str) -> None:
     run_in_memory(Twins(plan, OPTIMIZERS[name]))
 
 
+@pytest.mark.parametrize("kind", [OWN, "bfloat16"])
+def test_an_fp32_weight_is_the_truth_and_its_shadow_follows(kind: str) -> None:
+    """What is put into a weight that is its own main param counts; others are overwritten."""
+    driver = run_in_memory(Twins(Plan(numels=(1500,), kinds=(kind,)), torch.optim.AdamW), 2)
+    driver.twins.weights[0].fill_(0.25)
+    if kind == OWN:
+        driver.twins.alone_mains[0].fill_(0.25)
+    driver.step()
+    driver.expect_same_bits()
+
+
 def test_gradients_with_a_stride() -> None:
     grads = [torch.zeros(2 * 1500)[::2], torch.zeros(2 * 700)[1::2]]
     run_in_memory(Twins(Plan(numels=(1500, 700)), torch.optim.AdamW, grads=grads))
@@ -555,6 +567,13 @@ ALL: frozenset[int] = frozenset()
 )
 def test_what_merges(plan: Plan, steps: int, expected: list[int]) -> None:
     assert lent_in_last_step(Twins(plan, Recording), steps) == [expected]
+
+
+def test_neighbours_in_memory_that_are_none_on_the_tile_do_not_merge() -> None:
+    weights = torch.zeros(160, dtype=torch.bfloat16).split(PAIR.numels)
+    grads = torch.zeros(160).split(PAIR.numels)
+    twins = Twins(replace(PAIR, gaps=(0, 8)), Recording, weights=weights, grads=grads)
+    assert lent_in_last_step(twins) == [[100, 60]]
 
 
 def test_steps_in_the_group_never_split() -> None:

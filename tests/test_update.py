@@ -28,7 +28,7 @@ from tests.optimizers import (
 )
 from tierstore.errors import OptimizerError
 from tierstore.testing.fused_adam import FusedAdam
-from tierstore.update import CUT_NUMEL, Habit, Run, lend, study, take_step
+from tierstore.update import CUT_NUMEL, Habit, Run, lend, study
 
 CPU = torch.device("cpu")
 STEPS = 4
@@ -85,13 +85,13 @@ class Streamed:
                 state |= {n: value.clone() for n, value in self.optimizer.state[param].items()}
                 grad = None if param.grad is None else param.grad[place]
                 runs.append(Run(index, param[place], grad, state))
-            with lend(self.optimizer, runs) as lent:
-                take_step(self.optimizer)
+            with lend(self.optimizer, runs) as loan:
+                loan.step()
             for (index, param, place), run in zip(mine, runs, strict=True):
                 for name, array in self.arrays[param].items():
                     array[place] = run.state[name]
                 scalars[param] = {name: run.state[name] for name in self.habit.scalars}
-                options[index] = {n: v for n, v in lent[index].items() if n != "params"}
+                options[index] = {n: v for n, v in loan.groups[index].items() if n != "params"}
         for param, kept in scalars.items():
             self.optimizer.state[param] = dict(kept)
         for index, kept in options.items():
@@ -298,10 +298,10 @@ def make_lent() -> tuple[torch.optim.Optimizer, list[Run]]:
 def test_a_loan_leaves_no_trace() -> None:
     optimizer, runs = make_lent()
     before = traces(optimizer)
-    with lend(optimizer, runs) as lent:
-        take_step(optimizer)
-        assert [len(group["params"]) for group in lent] == [1, 2]
-        assert [group["step"] for group in lent] == [2, 2]
+    with lend(optimizer, runs) as loan:
+        loan.step()
+        assert [len(group["params"]) for group in loan.groups] == [1, 2]
+        assert [group["step"] for group in loan.groups] == [2, 2]
     assert traces(optimizer) == before
     assert all(run.main.grad is None for run in runs)
     assert all(bool((run.main != 1).all()) and run.state["exp_avg"].all() for run in runs)
@@ -313,9 +313,9 @@ def test_a_loan_leaves_no_trace_after_an_error(kind: type[BaseException]) -> Non
     before = traces(optimizer)
 
     def fail_within() -> None:
-        with lend(optimizer, runs) as lent:
-            take_step(optimizer)
-            lent[0]["lr"] = 3.0
+        with lend(optimizer, runs) as loan:
+            loan.step()
+            loan.groups[0]["lr"] = 3.0
             raise kind
 
     with pytest.raises(kind):
@@ -336,19 +336,19 @@ def test_a_loan_that_fails_to_start_leaves_no_trace() -> None:
 def test_what_changes_in_lent_groups_does_not_leak() -> None:
     optimizer, runs = make_lent()
     options = [dict(group) for group in optimizer.param_groups]
-    with lend(optimizer, runs) as lent:
+    with lend(optimizer, runs) as loan:
         for group in optimizer.param_groups:
             group["lr"], group["new"] = 7.0, "new"
             del group["eps"]
-        assert [group["lr"] for group in lent] == [7.0, 7.0]
+        assert [group["lr"] for group in loan.groups] == [7.0, 7.0]
     assert optimizer.param_groups == options
 
 
 def test_options_are_those_of_the_moment() -> None:
     optimizer, runs = make_lent()
     optimizer.param_groups[1]["lr"] = 0.0
-    with lend(optimizer, runs):
-        take_step(optimizer)
+    with lend(optimizer, runs) as loan:
+        loan.step()
     assert bool((runs[0].main != 1).all())
     assert bool((runs[1].main == 1).all())
 
@@ -357,17 +357,17 @@ def test_a_loan_of_nothing() -> None:
     """A tile of nothing but padding: no group has a parameter, none moves on."""
     optimizer, _ = make_lent()
     before = traces(optimizer)
-    with lend(optimizer, []) as lent:
-        take_step(optimizer)
-        assert [group["step"] for group in lent] == [1, 1]
+    with lend(optimizer, []) as loan:
+        loan.step()
+        assert [group["step"] for group in loan.groups] == [1, 1]
     assert traces(optimizer) == before
 
 
 def test_without_state_the_optimizer_makes_its_own() -> None:
     optimizer, runs = make_lent()
     runs[0].state = {}
-    with lend(optimizer, runs):
-        take_step(optimizer)
+    with lend(optimizer, runs) as loan:
+        loan.step()
         assert set(optimizer.state[runs[0].main]) == set(ADAM)
         assert optimizer.state[runs[1].main] is runs[1].state
 
@@ -377,8 +377,8 @@ def test_hooks_are_for_steps_and_not_for_tiles() -> None:
     calls: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    with lend(optimizer, runs):
-        take_step(optimizer)
+    with lend(optimizer, runs) as loan:
+        loan.step()
     study(optimizer, CPU)
     assert calls == []
     optimizer.step()
@@ -393,8 +393,8 @@ def test_hooks_on_all_optimizers_are_for_steps_too() -> None:
         register_optimizer_step_post_hook(lambda *_: calls.append("after")),
     ]
     try:
-        with lend(optimizer, runs):
-            take_step(optimizer)
+        with lend(optimizer, runs) as loan:
+            loan.step()
         study(optimizer, CPU)
         assert calls == []
         optimizer.step()
@@ -409,6 +409,6 @@ def test_what_stands_in_for_step_is_not_called() -> None:
     optimizer, runs = make_lent()
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     optimizer.step = None  # type: ignore[assignment, method-assign]
-    with lend(optimizer, runs):
-        take_step(optimizer)
+    with lend(optimizer, runs) as loan:
+        loan.step()
     assert bool((runs[0].main != 1).all())

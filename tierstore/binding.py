@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tierstore.errors import OptimizerError
+from tierstore.errors import LayoutError, OptimizerError
 from tierstore.layout import Extent, StateLayout
-from tierstore.update import CUT_NUMEL, Habit, Run, lend, take_step
+from tierstore.update import CUT_NUMEL, Habit, Loan, Run, lend
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +58,8 @@ class ShardUpdate:
     ------
     OptimizerError
         The optimizer needs cuts at multiples of 64 elements, and the layout has others.
+    LayoutError
+        A weight is not one contiguous stretch of memory.
     """
 
     def __init__(
@@ -71,6 +73,11 @@ class ShardUpdate:
         self._layout = layout
         self._habit = habit
         self._shards = shards
+        for shard, place in zip(shards, layout.shards, strict=True):
+            if not shard.weight.is_contiguous() or shard.weight.numel() != place.numel:
+                raise LayoutError(
+                    f"the weight of {place.name} is not {place.numel} elements side by side"
+                )
         group_of = {
             id(main): index
             for index, group in enumerate(optimizer.param_groups)
@@ -79,6 +86,7 @@ class ShardUpdate:
         self._groups = [group_of[id(shard.main)] for shard in shards]
         self._stretches = [self._merge(layout.extents(tile)) for tile in range(layout.n_tiles)]
         self._scalars: list[tuple[float, ...]] = []
+        self._grads: list[torch.Tensor | None] = []
         self._advanced: dict[int, dict[str, torch.Tensor]] = {}
         self._advanced_groups: dict[int, dict[str, Any]] = {}
         self._check_cuts()
@@ -113,6 +121,7 @@ class ShardUpdate:
             left.tile_start + left.numel == right.tile_start
             and self._groups[left.shard] == self._groups[right.shard]
             and mine.weight_is_main == other.weight_is_main
+            and mine.weight.dtype == other.weight.dtype
             # A vector kernel treats the last elements of a tensor differently.
             and (self._habit.cut_numel == 1 or left.numel % CUT_NUMEL == 0)
             and _adjacent(
@@ -121,10 +130,14 @@ class ShardUpdate:
         )
 
     def begin(self) -> None:
-        """Take down the scalars of every shard as they are before the step."""
+        """Take down scalars and gradients of every shard as they are before the step."""
         live = [self._live(shard) for shard in self._shards]
         columns = [_values([scalars[name] for scalars in live]) for name in self._habit.scalars]
         self._scalars = list(zip(*columns, strict=True)) if columns else [()] * len(self._shards)
+        self._grads = [
+            None if shard.main.grad is None else shard.main.grad.contiguous().view(-1)
+            for shard in self._shards
+        ]
         self._advanced, self._advanced_groups = {}, {}
 
     def _live(self, shard: BoundShard) -> dict[str, torch.Tensor]:
@@ -141,18 +154,26 @@ class ShardUpdate:
             part for stretch in self._stretches[views.tile.index] for part in self._split(stretch)
         ]
         runs = [self._run(part, views.arrays) for part in parts]
-        with lend(self._optimizer, runs) as groups:
-            take_step(self._optimizer)
+        with lend(self._optimizer, runs) as loan:
+            loan.step()
         for part, run in zip(parts, runs, strict=True):
             self._keep(part, run, views.arrays)
-        for index, group in enumerate(groups):
-            if group["params"]:
-                live = self._optimizer.param_groups[index]
-                self._advanced_groups[index] = {
-                    name: value
-                    for name, value in group.items()
-                    if name != "params" and value is not live.get(name)
-                }
+        shards = [[extent.shard for extent in part] for part in parts]
+        self._note(loan, zip(runs, shards, strict=True))
+
+    def _note(self, loan: Loan, runs: Iterable[tuple[Run, Sequence[int]]]) -> None:
+        """Take down the counters that a step has moved on, for `finish`."""
+        self._advanced_groups |= loan.changes()
+        kept = len(self._habit.arrays) + len(self._habit.scalars)
+        for run, shards in runs:
+            if sum(value is not None for value in run.state.values()) != kept:
+                raise OptimizerError(
+                    f"{type(self._optimizer).__name__} keeps {', '.join(map(str, run.state))} now, "
+                    "and other state when it was attached; what is new has no place on the tier"
+                )
+            scalars = {name: run.state[name] for name in self._habit.scalars}
+            for shard in shards:
+                self._advanced[shard] = scalars
 
     def _split(self, stretch: tuple[Extent, ...]) -> Iterable[list[Extent]]:
         """Split a stretch where steps, presence of a gradient or places of gradients differ."""
@@ -167,12 +188,10 @@ class ShardUpdate:
     def _goes_on(self, left: Extent, right: Extent) -> bool:
         if self._scalars[left.shard] != self._scalars[right.shard]:
             return False
-        mine, other = self._shards[left.shard].main.grad, self._shards[right.shard].main.grad
+        mine, other = self._grads[left.shard], self._grads[right.shard]
         if mine is None or other is None:
             return mine is other
-        return _adjacent(
-            mine.view(-1)[left.shard_start :][: left.numel], other.view(-1)[right.shard_start :]
-        )
+        return _adjacent(mine[left.shard_start :][: left.numel], other[right.shard_start :])
 
     def _run(self, part: list[Extent], arrays: dict[str, torch.Tensor]) -> Run:
         first, last = part[0], part[-1]
@@ -182,16 +201,17 @@ class ShardUpdate:
         main = arrays["main"][place]
         if shard.weight_is_main:
             main.copy_(_stretched(shard.weight, first.shard_start, numel))
-        grad = shard.main.grad
-        state = {name: arrays[name][place] for name in self._habit.arrays}
-        for name, value in self._live(shard).items():
-            state[name] = value.clone()
+        grad = self._grads[first.shard]
         return Run(
             group=self._groups[first.shard],
             main=main,
-            grad=None if grad is None else _stretched(grad.view(-1), first.shard_start, numel),
-            state=state,
+            grad=None if grad is None else _stretched(grad, first.shard_start, numel),
+            state={name: arrays[name][place] for name in self._habit.arrays}
+            | self._copied_scalars(shard),
         )
+
+    def _copied_scalars(self, shard: BoundShard) -> dict[str, torch.Tensor]:
+        return {name: value.clone() for name, value in self._live(shard).items()}
 
     def _keep(self, part: list[Extent], run: Run, arrays: dict[str, torch.Tensor]) -> None:
         first = part[0]
@@ -202,24 +222,43 @@ class ShardUpdate:
                 place.copy_(run.state[name])
         shard = self._shards[first.shard]
         _stretched(shard.weight, first.shard_start, run.main.numel()).copy_(run.main)
-        if self._habit.scalars:
-            scalars = {name: run.state[name] for name in self._habit.scalars}
-            for extent in part:
-                self._advanced[extent.shard] = scalars
 
     def finish(self) -> None:
         """Move the optimizer's own counters on, once for the whole step."""
+        self._step_empty_shards()
+        self._grads = []
         for index, scalars in self._advanced.items():
             state = self._optimizer.state[self._shards[index].main]
             for name, value in scalars.items():
                 state[name].copy_(value)
         for index, changed in self._advanced_groups.items():
-            self._optimizer.param_groups[index].update(changed)
+            live = self._optimizer.param_groups[index]
+            for name, value in changed.items():
+                if hasattr(live.get(name), "copy_"):
+                    live[name].copy_(value)
+                else:
+                    live[name] = value
+
+    def _step_empty_shards(self) -> None:
+        """Let shards without elements, which lie on no tile, count the step like all others."""
+        empty = [index for index, shard in enumerate(self._layout.shards) if not shard.numel]
+        if not empty:
+            return
+        runs = []
+        for index in empty:
+            shard, grad = self._shards[index], self._grads[index]
+            main = shard.weight.new_empty(0, dtype=shard.main.dtype)
+            state = {name: main.clone() for name in self._habit.arrays}
+            state |= self._copied_scalars(shard)
+            runs.append(Run(self._groups[index], main, grad, state))
+        with lend(self._optimizer, runs) as loan:
+            loan.step()
+        self._note(loan, ((run, [index]) for index, run in zip(empty, runs, strict=True)))
 
     def counters(self) -> dict[str, Any]:
         """Step counters as JSON values: of each group, and of each shard in runs of equal ones."""
         groups = [
-            {name: group[name] for name in ("step",) if isinstance(group.get(name), int)}
+            {"step": int(group["step"])} if "step" in group else {}
             for group in self._optimizer.param_groups
         ]
         scalars = {}

@@ -7,10 +7,10 @@ where its step counter lives, and whether a parameter may be cut anywhere withou
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tierstore.errors import OptimizerError
@@ -18,13 +18,16 @@ from tierstore.errors import OptimizerError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CUT_NUMEL", "Habit", "Run", "lend", "study", "take_step"]
+__all__ = ["CUT_NUMEL", "Habit", "Loan", "Run", "lend", "step_hooks", "study"]
 
 CUT_NUMEL = 64
 """Cuts at multiples of this many elements suit every vector width that torch's kernels use."""
 
 _STUDY_NUMEL = 1000
 _STUDY_STEPS = 3
+_WHOLE = (_STUDY_NUMEL,)
+_ODD_CUTS = (1, 7, 92, 333, 566, 1)
+_EVEN_CUTS = (64, 128, 384, 424)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,49 +71,100 @@ class Run:
     state: dict[str, torch.Tensor]
 
 
+@dataclass(slots=True)
+class Loan:
+    """An optimizer that works on other tensors for a while.
+
+    Parameters
+    ----------
+    optimizer
+        The user's.
+    groups
+        Copies of its groups that hold the runs.
+    """
+
+    optimizer: torch.optim.Optimizer
+    groups: list[dict[str, Any]]
+    _before: list[dict[str, Any]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._before = [dict(group) for group in self.groups]
+
+    def step(self) -> None:
+        """The class's own step, without hooks, whatever stands in for it on the instance."""
+        step = type(self.optimizer).step
+        # torch wraps the step of every optimizer class in one that calls the hooks.
+        getattr(step, "__wrapped__", step)(self.optimizer)
+
+    def changes(self) -> dict[int, dict[str, Any]]:
+        """What steps have changed in groups that hold a run (an Apex step counter), by group."""
+        return {
+            index: {
+                name: value
+                for name, value in group.items()
+                if name != "params"
+                # A tensor's version counts the changes in place; the copies started at 0.
+                and (value is not before.get(name) or getattr(value, "_version", 0))
+            }
+            for index, (group, before) in enumerate(zip(self.groups, self._before, strict=True))
+            if group["params"]
+        }
+
+
 @contextmanager
-def lend(optimizer: torch.optim.Optimizer, runs: Sequence[Run]) -> Iterator[list[dict[str, Any]]]:
+def lend(optimizer: torch.optim.Optimizer, runs: Sequence[Run]) -> Iterator[Loan]:
     """Let the optimizer own these runs instead of its parameters, while the block lasts.
 
-    Hyper-parameters are those of the live groups. Hooks on ``step`` are kept from running, since
-    they are for steps and not for tiles.
-
-    Yields
-    ------
-    list of dict
-        The lent groups: copies of the live ones, so that what a step changes in them (an Apex
-        step counter) can be seen and does not touch the live ones.
+    Hyper-parameters are those of the live groups, as they are now.
     """
     own = optimizer.param_groups, optimizer.state
-    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    groups: list[dict[str, Any]] = [{**group, "params": []} for group in own[0]]
+    groups: list[dict[str, Any]] = [
+        {name: value if name != "params" else [] for name, value in _copied(group).items()}
+        for group in own[0]
+    ]
     state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-    for run in runs:
-        run.main.grad = run.grad
-        groups[run.group]["params"].append(run.main)
-        if run.state:
-            state[run.main] = run.state
-    optimizer.param_groups, optimizer.state = groups, state
-    optimizer._optimizer_step_pre_hooks = OrderedDict()
-    optimizer._optimizer_step_post_hooks = OrderedDict()
     try:
-        yield groups
+        for run in runs:
+            run.main.grad = run.grad
+            groups[run.group]["params"].append(run.main)
+            state[run.main] = run.state
+        optimizer.param_groups, optimizer.state = groups, state
+        yield Loan(optimizer, groups)
     finally:
         for run in runs:
             run.main.grad = None
         optimizer.param_groups, optimizer.state = own
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
 
 
-def take_step(optimizer: torch.optim.Optimizer) -> None:
-    """The class's own step, whatever stands in for it on the instance."""
-    type(optimizer).step(optimizer)
+def _copied(group: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a group whose tensors (a learning rate, a step counter) are copies as well."""
+    return {
+        name: value.clone() if hasattr(value, "untyped_storage") else value
+        for name, value in group.items()
+    }
+
+
+@contextmanager
+def step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Run the hooks that torch runs around a step; loans run none, since a tile is no step."""
+    from torch.optim import optimizer as registry
+
+    before = (registry._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks)
+    after = (optimizer._optimizer_step_post_hooks, registry._global_optimizer_post_hooks)
+    for hooks in before:
+        for hook in list(hooks.values()):
+            hook(optimizer, (), {})
+    yield
+    for hooks in after:
+        for hook in list(hooks.values()):
+            hook(optimizer, (), {})
 
 
 def study(optimizer: torch.optim.Optimizer, device: torch.device) -> Habit:
     """Find out how an optimizer behaves by a few steps on small random tensors.
 
-    The optimizer's own parameters, state, groups and torch's random state are not touched.
+    The optimizer's parameters, state, groups and attributes and torch's random state are as
+    before when this returns or raises.
 
     Parameters
     ----------
@@ -123,51 +177,87 @@ def study(optimizer: torch.optim.Optimizer, device: torch.device) -> Habit:
     ------
     OptimizerError
         The update is not elementwise, or its state does not start as zeros, so that the result
-        would differ when it is applied tile by tile.
+        would differ when it is applied tile by tile; or the trial itself failed.
     """
-    trial = _Trial(optimizer, device)
-    whole = trial.run([_STUDY_NUMEL])
+    import torch
+
+    name = type(optimizer).__name__
+    devices = [device] if device.type == "cuda" else []
+    attributes = dict(vars(optimizer))
+    try:
+        # A default device or type that the user has set is for the user's tensors.
+        with torch.device("cpu"), torch.random.fork_rng(devices), torch.no_grad():
+            return _study(_Trial(optimizer, device), name)
+    except OptimizerError:
+        raise
+    except Exception as error:
+        raise OptimizerError(
+            f"{name} can't be tried out on flat fp32 tensors with gradients, so its state can't be "
+            f"streamed ({type(error).__name__}: {error})"
+        ) from error
+    finally:
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
+
+
+def _study(trial: _Trial, name: str) -> Habit:
+    whole = trial.run(_WHOLE)
+    habit = _habit(whole.states[0], name)
+    for state in whole.states[1:]:
+        other = _habit(state, name)
+        if (habit.arrays, habit.scalars.keys()) != (other.arrays, other.scalars.keys()):
+            raise OptimizerError(
+                f"{name} keeps other state in one param group ({', '.join(other.arrays)}) than in "
+                f"another ({', '.join(habit.arrays)}); all arrays must cover all groups"
+            )
+    if not whole.equals(trial.run(_WHOLE, habit)):
+        raise OptimizerError(
+            f"the state of {name} does not start as zeros, so it can't be laid out before the "
+            "first step"
+        )
+    if whole.equals(trial.run(_ODD_CUTS, habit)):
+        return habit
+    if whole.equals(trial.run(_EVEN_CUTS, habit)):
+        return Habit(arrays=habit.arrays, scalars=habit.scalars, cut_numel=CUT_NUMEL)
+    raise OptimizerError(
+        f"{name} gives another result when parameters are cut and updated one after the other: it "
+        "is not elementwise and can't be applied tile by tile"
+    )
+
+
+def _habit(state: dict[str, Any], name: str) -> Habit:
+    """Sort what an optimizer keeps for a parameter into arrays and scalars."""
     arrays, scalars = [], {}
-    for name, value in whole.states[0].items():
+    for key, value in state.items():
         if value is None:
             continue
-        if not hasattr(value, "shape"):
+        if not hasattr(value, "untyped_storage"):
             raise OptimizerError(
-                f"{type(optimizer).__name__} keeps {name!r} of type {type(value).__name__} for "
-                "each parameter; only tensors can be streamed"
+                f"{name} keeps {key!r} of type {type(value).__name__} for each parameter; only "
+                "tensors can be streamed"
             )
         if value.shape == (_STUDY_NUMEL,):
             if str(value.dtype) != "torch.float32":
                 raise OptimizerError(
-                    f"{type(optimizer).__name__} keeps {name!r} as {value.dtype}; only float32 "
-                    "state is streamed"
+                    f"{name} keeps {key!r} as {value.dtype}; only float32 state is streamed"
                 )
-            arrays.append(name)
+            arrays.append(key)
         elif value.numel() == 1:
-            scalars[name] = value.new_zeros(value.shape)
+            scalars[key] = value.new_zeros(value.shape)
         else:
             raise OptimizerError(
-                f"{type(optimizer).__name__} keeps {name!r} of shape {tuple(value.shape)} for a "
-                f"parameter of {_STUDY_NUMEL} elements: it is not elementwise"
+                f"{name} keeps {key!r} of shape {tuple(value.shape)} for a parameter of "
+                f"{_STUDY_NUMEL} elements: it is not elementwise"
             )
-    habit = Habit(arrays=tuple(arrays), scalars=scalars, cut_numel=1)
-    if not whole.equals(trial.run([_STUDY_NUMEL], habit)):
-        raise OptimizerError(
-            f"the state of {type(optimizer).__name__} does not start as zeros, so it can't be laid "
-            "out before the first step"
-        )
-    if whole.equals(trial.run([1, 7, 92, 333, 566, 1], habit)):
-        return habit
-    if whole.equals(trial.run([64, 128, 384, 424], habit)):
-        return Habit(arrays=habit.arrays, scalars=scalars, cut_numel=CUT_NUMEL)
-    raise OptimizerError(
-        f"{type(optimizer).__name__} gives another result when a parameter is cut: it is not "
-        "elementwise and can't be applied tile by tile"
-    )
+    return Habit(arrays=tuple(arrays), scalars=scalars, cut_numel=1)
 
 
 class _Trial:
-    """The same parameter, gradients and hyper-parameters, cut in different ways."""
+    """The same parameters, gradients and hyper-parameters, cut in different ways.
+
+    One parameter for each param group; the parts of all of them are updated one after the other,
+    each by a loan of its own, as tiles are.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         import torch
@@ -175,65 +265,86 @@ class _Trial:
         self._optimizer = optimizer
         generator = torch.Generator().manual_seed(0x71E5)
         shape = (_STUDY_STEPS + 1, len(optimizer.param_groups), _STUDY_NUMEL)
-        values = torch.randn(shape, generator=generator)
+        values = torch.randn(shape, generator=generator, dtype=torch.float32)
         values[:, :, ::50] = 0.0
+        values[:, :, 1::50] = -0.0
         self._values = values.to(device)
 
-    def run(self, parts: list[int], habit: Habit | None = None) -> _Outcome:
-        """A few steps on every group's parameter in these parts.
-
-        Without a habit the optimizer makes its own state.
-        """
-        import torch
-
+    def run(self, parts: tuple[int, ...], habit: Habit | None = None) -> _Outcome:
+        """A few steps in these parts; without a habit the optimizer makes its own state."""
         mains = self._values[0].clone()
-        runs: list[Run] = []
-        for group, main in enumerate(mains):
-            for part in main.split(parts):
-                state = {}
-                if habit is not None:
-                    state = {name: torch.zeros_like(part) for name in habit.arrays}
-                    state |= {name: value.clone() for name, value in habit.scalars.items()}
-                runs.append(Run(group, part, None, state))
-        states: list[dict[str, Any]] = []
-        with lend(self._optimizer, runs) as lent:
-            for options in lent:
+        runs = [
+            Run(group, part, None, {} if habit is None else _zeros(habit, part))
+            for group, main in enumerate(mains)
+            for part in main.split(parts)
+        ]
+        options: dict[int, dict[str, Any]] = {}
+        for grads in self._values[1:]:
+            pieces = [piece for grad in grads for piece in grad.split(parts)]
+            for run, piece in zip(runs, pieces, strict=True):
+                run.grad = piece.clone()
+            together = [runs] if parts == _WHOLE else [[run] for run in runs]
+            changes: dict[int, dict[str, Any]] = {}
+            for lent in together:
+                changes |= self._step(lent, options)
+            for index, changed in changes.items():
+                options[index] = options.get(index, {}) | changed
+        return _Outcome(mains, runs)
+
+    def _step(self, runs: list[Run], options: dict[int, dict[str, Any]]) -> dict[int, Any]:
+        with lend(self._optimizer, runs) as loan:
+            for index, group in enumerate(loan.groups):
+                group.update(_copied(options.get(index, {})))
                 # A schedule may start at 0, which would hide every difference.
-                if isinstance(options.get("lr"), float):
-                    options["lr"] = 1e-2
-            for grads in self._values[1:]:
-                for group, grad in enumerate(grads):
-                    own = [run for run in runs if run.group == group]
-                    for run, part in zip(own, grad.split(parts), strict=True):
-                        run.main.grad = part.clone()
-                take_step(self._optimizer)
-            states = [dict(self._optimizer.state[run.main]) for run in runs]
-        return _Outcome(mains, states, [run.group for run in runs])
+                lr = group.get("lr")
+                group["lr"] = lr.fill_(1e-2) if hasattr(lr, "fill_") else 1e-2
+            loan.step()
+            return {
+                index: {name: value for name, value in changed.items() if name != "lr"}
+                for index, changed in loan.changes().items()
+            }
 
 
-@dataclass(slots=True)
+def _zeros(habit: Habit, part: torch.Tensor) -> dict[str, torch.Tensor]:
+    state = {name: part.new_zeros(part.shape) for name in habit.arrays}
+    return state | {name: value.clone() for name, value in habit.scalars.items()}
+
+
 class _Outcome:
-    mains: torch.Tensor
-    states: list[dict[str, Any]]
-    groups: list[int]
+    """Parameters and state after the steps of a trial, joined over the parts of each group."""
+
+    def __init__(self, mains: torch.Tensor, runs: list[Run]) -> None:
+        self._mains = mains
+        self._by_group: dict[int, list[dict[str, Any]]] = {}
+        for run in runs:
+            self._by_group.setdefault(run.group, []).append(run.state)
+
+    @property
+    def states(self) -> list[dict[str, Any]]:
+        """The state of each group's first part."""
+        return [parts[0] for parts in self._by_group.values()]
 
     def equals(self, other: _Outcome) -> bool:
-        """Bit-equality of parameters and per-element state, joined over the parts."""
+        """Whether every bit of `other`, which may be cut differently, is the same."""
         import torch
 
-        if not torch.equal(self.mains, other.mains):
+        if not _same_bits(self._mains, other._mains):
             return False
-        for group in set(self.groups):
-            for name, value in self.states[self.groups.index(group)].items():
+        for group, (state,) in self._by_group.items():
+            for name, value in state.items():
+                theirs = [part.get(name) for part in other._by_group[group]]
                 if value is None:
-                    continue
-                mine, theirs = (
-                    [s[name] for s, g in zip(o.states, o.groups, strict=True) if g == group]
-                    for o in (self, other)
-                )
-                if value.numel() == 1:
-                    if not all(torch.equal(value, part) for part in theirs):
+                    if any(part is not None for part in theirs):
                         return False
-                elif not torch.equal(torch.cat(mine), torch.cat(theirs)):
+                elif value.numel() == 1:
+                    if not all(_same_bits(value, part) for part in theirs):
+                        return False
+                elif not _same_bits(value, torch.cat(theirs)):
                     return False
         return True
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    import torch
+
+    return torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierstore.binding import ShardUpdate
 from tierstore.store import OptimizerLayout
-from tierstore.update import study
+from tierstore.update import step_hooks, study
 
 if TYPE_CHECKING:
     import torch
@@ -110,13 +110,9 @@ class TieredOptimizer:
     def step(self, closure: None = None) -> None:
         """The inner optimizer's step: stream all tiles through the update."""
         self.flush()
-        # Hooks on step are for whole steps; the update of a tile runs without them.
-        for hook in list(self._inner._optimizer_step_pre_hooks.values()):
-            hook(self._inner, (), {})
-        self._update.begin()
-        self.state.advance(self.name, self._update.visit, self._update.finish)
-        for hook in list(self._inner._optimizer_step_post_hooks.values()):
-            hook(self._inner, (), {})
+        with step_hooks(self._inner):
+            self._update.begin()
+            self.state.advance(self.name, self._update.visit, self._update.finish)
 
     def read_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """What Megatron's ``_get_main_param_and_optimizer_states`` returns, read from the tier."""
