@@ -168,6 +168,7 @@ class RankTree:
         try:
             _direct_io.write_json(self.path / _METADATA, group_metadata(about))
             _direct_io.make_directory(self._commit_path.parent)
+            _direct_io.write_json(self._commit_path, group_metadata({}))
             _direct_io.sync_directory(self.path)
             _direct_io.sync_directory(root)
         except BaseException:
@@ -201,6 +202,12 @@ class RankTree:
             _direct_io.sync_data(chunk.path)
         for key in self.formats:
             _direct_io.sync_directory(base / key.optimizer / key.name / "c")
+
+    def remove_leftovers(self) -> None:
+        """Remove what a killed process left of replacing metadata; call it as the owner."""
+        for pattern in (f".{_METADATA}.*", f"*/.{_METADATA}.*"):
+            for path in self.path.glob(pattern):
+                path.unlink()
 
     def write_record(self, generation: str, record: Mapping[str, Any]) -> None:
         """Replace a generation's record, durably."""

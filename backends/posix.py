@@ -120,6 +120,7 @@ class PosixStore(TierStore):
         probe = self.probe(self.config, self.device)
         try:
             self._resources.callback(Lease(self.path).close)
+            self._tree.remove_leftovers()
             self._current, self.committed, _ = self._tree.current()
             if self.capabilities.rollback and self._other(self._current) is None:
                 raise StateError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +62,9 @@ class TierConfig:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
+        for name in ("chunk_numel", "tile_numel", "slots", "io_threads"):
+            if not isinstance(getattr(self, name), int):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be a whole number")
         wrong = []
         if not TILE_NUMEL_MULTIPLE <= self.chunk_numel <= MAX_CHUNK_NUMEL:
             wrong.append(
@@ -76,7 +80,7 @@ class TierConfig:
             wrong.append(f"slots is {self.slots}; at least 1 is needed, 4 are usual")
         if self.host_memory_nbytes is not None and self.host_memory_nbytes < 1:
             wrong.append(f"host_memory_nbytes is {self.host_memory_nbytes}; None is for no cap")
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", self.role):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", str(self.role)):
             wrong.append(
                 f"role is {self.role!r}; it becomes part of a directory name: up to 64 letters, "
                 "digits, '.', '_' and '-', and a letter or digit first"
@@ -85,7 +89,10 @@ class TierConfig:
             wrong.append(f"recovery is {self.recovery!r}; choose from {', '.join(RECOVERY_MODES)}")
         if self.io_threads < 1:
             wrong.append(f"io_threads is {self.io_threads}; at least 1 is needed")
-        if not self.timeout_s > 0:
-            wrong.append(f"timeout_s is {self.timeout_s}; it must be a positive number of seconds")
+        if not 0 < self.timeout_s <= threading.TIMEOUT_MAX:
+            wrong.append(
+                f"timeout_s is {self.timeout_s}; it must be a positive number of seconds, at most "
+                f"{threading.TIMEOUT_MAX:g}"
+            )
         if wrong:
             raise ConfigError("; ".join(wrong))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,8 +33,10 @@ __all__ = [
 
 MAX_CHUNK_NUMEL = 200_000_000
 DEFAULT_TILE_NUMEL = 4 * 2**20
-# 1024 fp32 elements are one 4096-byte block, the unit of direct I/O.
+# 1024 fp32 elements are one 4096-byte block, the unit of direct I/O; 4096 elements of any type are
+# whole blocks.
 TILE_NUMEL_MULTIPLE = 1024
+_ANY_TYPE_MULTIPLE = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,11 @@ class Piece:
     shape: tuple[int, ...]
     local_offset: int
     local_strides: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        axes = (self.global_shape, self.global_offset, self.shape, self.local_strides)
+        if len({len(axis) for axis in axes}) != 1:
+            raise LayoutError(f"the shapes of a piece of {self.key!r} have different ranks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +166,7 @@ class StateLayout:
     Raises
     ------
     LayoutError
-        The sizes do not divide as said, or the shards overlap or stick out.
+        The sizes do not divide as said, the shards overlap or stick out, or two have one name.
     """
 
     numel: int
@@ -177,8 +185,9 @@ class StateLayout:
                 f"of at most {MAX_CHUNK_NUMEL}"
             )
         end = 0
+        names = set()
         for shard in self.shards:
-            if shard.numel < 0 or shard.param_start < 0:
+            if min(shard.numel, shard.param_start, *shard.local_shape, 0) < 0:
                 raise LayoutError(f"shard {shard.name!r} has a negative size or start")
             if shard.array_start < end:
                 raise LayoutError(
@@ -190,6 +199,9 @@ class StateLayout:
                     f"shard {shard.name!r} covers elements {shard.param_start} to "
                     f"{shard.param_start + shard.numel} of a tensor of shape {shard.local_shape}"
                 )
+            if shard.name in names:
+                raise LayoutError(f"two shards are called {shard.name!r}")
+            names.add(shard.name)
             end = shard.array_start + shard.numel
         if end > self.numel:
             raise LayoutError(f"the shards end at element {end} of an array of {self.numel}")
@@ -230,14 +242,13 @@ class StateLayout:
         ordered = tuple(sorted(shards, key=lambda shard: (shard.array_start, shard.numel)))
         if numel is None:
             numel = max((shard.array_start + shard.numel for shard in ordered), default=0)
-        tile_numel = min(
-            tile_numel // TILE_NUMEL_MULTIPLE * TILE_NUMEL_MULTIPLE,
-            chunk_numel // TILE_NUMEL_MULTIPLE * TILE_NUMEL_MULTIPLE,
-            max(_round_up(numel, TILE_NUMEL_MULTIPLE), TILE_NUMEL_MULTIPLE),
-        )
+        chunk_numel = min(chunk_numel, MAX_CHUNK_NUMEL)
+        tile_numel = min(tile_numel, chunk_numel)
+        # Tiles of fewer elements are for those who ask for them: narrow types can't share them.
+        unit = _ANY_TYPE_MULTIPLE if tile_numel >= _ANY_TYPE_MULTIPLE else TILE_NUMEL_MULTIPLE
+        tile_numel = min(tile_numel // unit * unit, max(_round_up(numel, unit), unit))
         chunk_numel = min(
-            min(chunk_numel, MAX_CHUNK_NUMEL) // tile_numel * tile_numel,
-            max(_round_up(numel, tile_numel), tile_numel),
+            chunk_numel // tile_numel * tile_numel, max(_round_up(numel, tile_numel), tile_numel)
         )
         return cls(numel=numel, chunk_numel=chunk_numel, tile_numel=tile_numel, shards=ordered)
 
@@ -353,12 +364,12 @@ class StateLayout:
                 numel=_whole(value["numel"]),
                 chunk_numel=_whole(value["chunk_numel"]),
                 tile_numel=_whole(value["tile_numel"]),
-                shards=tuple(_shard_from_json(shard) for shard in value["shards"]),
+                shards=tuple(_shard_from_json(shard) for shard in _list(value["shards"])),
             )
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, LayoutError):
-                raise
-            raise LayoutError(f"this is not a layout: {error!r}") from error
+        except LayoutError:
+            raise
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise LayoutError(f"this is not a layout: {reprlib.repr(error)}") from error
 
     def fingerprint(self) -> str:
         """A short text that is equal for equal layouts only."""
@@ -368,34 +379,46 @@ class StateLayout:
 
 def _shard_from_json(value: Any) -> Shard:
     return Shard(
-        name=str(value["name"]),
+        name=_text(value["name"]),
         numel=_whole(value["numel"]),
         array_start=_whole(value["array_start"]),
         param_start=_whole(value["param_start"]),
         local_shape=_wholes(value["local_shape"]),
-        weight_dtype=str(value["weight_dtype"]),
+        weight_dtype=_text(value["weight_dtype"]),
         pieces=tuple(
             Piece(
-                key=str(piece["key"]),
+                key=_text(piece["key"]),
                 global_shape=_wholes(piece["global_shape"]),
                 global_offset=_wholes(piece["global_offset"]),
                 shape=_wholes(piece["shape"]),
                 local_offset=_whole(piece["local_offset"]),
                 local_strides=_wholes(piece["local_strides"]),
             )
-            for piece in value["pieces"]
+            for piece in _list(value["pieces"])
         ),
     )
 
 
 def _whole(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise LayoutError(f"a whole number was expected, not {value!r}")
+        raise LayoutError(f"a whole number was expected, not {reprlib.repr(value)}")
     return value
 
 
 def _wholes(values: Any) -> tuple[int, ...]:
-    return tuple(_whole(value) for value in values)
+    return tuple(_whole(value) for value in _list(values))
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise LayoutError(f"a list was expected, not {reprlib.repr(value)}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise LayoutError(f"a text was expected, not {reprlib.repr(value)}")
+    return value
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -102,9 +102,7 @@ class Loan:
             index: {
                 name: value
                 for name, value in group.items()
-                if name != "params"
-                # A tensor's version counts the changes in place; the copies started at 0.
-                and (value is not before.get(name) or getattr(value, "_version", 0))
+                if name != "params" and (value is not before.get(name) or _changed_in_place(value))
             }
             for index, (group, before) in enumerate(zip(self.groups, self._before, strict=True))
             if group["params"]
@@ -138,10 +136,16 @@ def lend(optimizer: torch.optim.Optimizer, runs: Sequence[Run]) -> Iterator[Loan
 
 def _copied(group: dict[str, Any]) -> dict[str, Any]:
     """A copy of a group whose tensors (a learning rate, a step counter) are copies as well."""
-    return {
-        name: value.clone() if hasattr(value, "untyped_storage") else value
-        for name, value in group.items()
-    }
+    return {name: value.clone() if _is_tensor(value) else value for name, value in group.items()}
+
+
+def _changed_in_place(value: Any) -> bool:
+    # A tensor counts the changes in place; a copy starts at 0.
+    return _is_tensor(value) and value._version > 0
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "untyped_storage")
 
 
 @contextmanager
@@ -149,15 +153,18 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Run the hooks that torch runs around a step; loans run none, since a tile is no step."""
     from torch.optim import optimizer as registry
 
-    before = (registry._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks)
-    after = (optimizer._optimizer_step_post_hooks, registry._global_optimizer_post_hooks)
-    for hooks in before:
-        for hook in list(hooks.values()):
-            hook(optimizer, (), {})
+    call: Any
+    for call in (
+        *registry._global_optimizer_pre_hooks.values(),
+        *optimizer._optimizer_step_pre_hooks.values(),
+    ):
+        call(optimizer, (), {})
     yield
-    for hooks in after:
-        for hook in list(hooks.values()):
-            hook(optimizer, (), {})
+    for call in (
+        *optimizer._optimizer_step_post_hooks.values(),
+        *registry._global_optimizer_post_hooks.values(),
+    ):
+        call(optimizer, (), {})
 
 
 def study(optimizer: torch.optim.Optimizer, device: torch.device) -> Habit:
@@ -231,7 +238,7 @@ def _habit(state: dict[str, Any], name: str) -> Habit:
     for key, value in state.items():
         if value is None:
             continue
-        if not hasattr(value, "untyped_storage"):
+        if not _is_tensor(value):
             raise OptimizerError(
                 f"{name} keeps {key!r} of type {type(value).__name__} for each parameter; only "
                 "tensors can be streamed"
@@ -296,8 +303,8 @@ class _Trial:
             for index, group in enumerate(loan.groups):
                 group.update(_copied(options.get(index, {})))
                 # A schedule may start at 0, which would hide every difference.
-                lr = group.get("lr")
-                group["lr"] = lr.fill_(1e-2) if hasattr(lr, "fill_") else 1e-2
+                lr: Any = group.get("lr")
+                group["lr"] = lr.fill_(1e-2) if _is_tensor(lr) else 1e-2
             loan.step()
             return {
                 index: {name: value for name, value in changed.items() if name != "lr"}
@@ -332,7 +339,7 @@ class _Outcome:
             return False
         for group, (state,) in self._by_group.items():
             for name, value in state.items():
-                theirs = [part.get(name) for part in other._by_group[group]]
+                theirs: Any = [part.get(name) for part in other._by_group[group]]
                 if value is None:
                     if any(part is not None for part in theirs):
                         return False

@@ -100,7 +100,7 @@ class ArrayFormat:
     Raises
     ------
     LayoutError
-        Unknown type, or tiles that do not fill whole 4096-byte blocks.
+        Unknown type, or chunks and tiles that are no whole tiles and 4096-byte blocks.
     """
 
     dtype: str
@@ -113,6 +113,11 @@ class ArrayFormat:
         if self.dtype not in ARRAY_DTYPES:
             raise LayoutError(
                 f"arrays of type {self.dtype!r} can't be stored; known: {', '.join(ARRAY_DTYPES)}"
+            )
+        if self.tile_numel < 1 or self.chunk_numel % self.tile_numel or self.chunk_numel < 1:
+            raise LayoutError(
+                f"a chunk of {self.chunk_numel} elements is no whole number of tiles of "
+                f"{self.tile_numel}"
             )
         if self.tile_nbytes % BLOCK_NBYTES:
             raise LayoutError(
