@@ -20,6 +20,8 @@ __all__ = [
     "allocate_file",
     "copy_data",
     "direct_io_refused",
+    "direct_opening_refused",
+    "make_directories",
     "make_directory",
     "open_file",
     "read_full",
@@ -129,6 +131,18 @@ def sync_directory(path: Path) -> None:
             os.close(descriptor)
 
 
+def make_directories(path: Path) -> None:
+    """Make a directory and those above it that are missing, each for its owner only."""
+    missing = [path]
+    while not missing[-1].exists():
+        missing.append(missing[-1].parent)
+    for directory in reversed(missing[:-1]):
+        make_directory(directory, exist_ok=True)
+        sync_directory(directory.parent)
+    if not path.is_dir():
+        raise TransferError(errno.ENOTDIR, f"{path} is not a directory")
+
+
 def make_directory(path: Path, *, exist_ok: bool = False) -> None:
     """Make one directory, readable by its owner only."""
     with _named("making", path):
@@ -231,24 +245,42 @@ def direct_io_refused(directory: Path) -> str:
     Returns
     -------
     str
-        Empty if both work; else the system's reason.
+        Empty if both work; else why the file system refuses them.
+
+    Raises
+    ------
+    CapacityError, TransferError
+        It could not be tried: no space, no permission.
     """
     path = directory / f".probe-{secrets.token_hex(4)}"
     block = mmap.mmap(-1, 4096)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT
     try:
-        descriptor = os.open(
-            path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT, FILE_MODE
-        )
-        try:
-            os.pwritev(descriptor, [block], 0)
-            os.preadv(descriptor, [block], 0)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-            return f"the file system refuses O_DIRECT ({os.strerror(error.errno)})"
-        return os.strerror(error.errno or errno.EIO)
+        with _named("trying direct I/O with", path):
+            descriptor = os.open(path, flags, FILE_MODE)
+            try:
+                os.pwritev(descriptor, [block], 0)
+                os.preadv(descriptor, [block], 0)
+            finally:
+                os.close(descriptor)
+    except TransferError as error:
+        return _refusal(error)
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
     return ""
+
+
+def direct_opening_refused(path: Path) -> str:
+    """Try to open an existing file for direct I/O; returns and raises as `direct_io_refused`."""
+    try:
+        with open_file(path, direct=True):
+            return ""
+    except TransferError as error:
+        return _refusal(error)
+
+
+def _refusal(error: TransferError) -> str:
+    if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+        raise error
+    return f"the file system refuses O_DIRECT ({os.strerror(error.errno)})"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -131,24 +130,33 @@ class BlockPool:
     def __init__(self, count: int, block_nbytes: int, device: Device) -> None:
         self._slab = HostSlab(count * block_nbytes, device)
         self.nbytes = self._slab.nbytes
-        self._lock = threading.Lock()
-        self._free = deque(
+        self._all = [
             Block(
                 self._slab.tensor[start : start + block_nbytes],
                 self._slab.buffer(start, block_nbytes),
             )
             for start in range(0, self.nbytes, block_nbytes)
-        )
+        ]
+        # Its methods are atomic, so no lock is needed.
+        self._free = deque(self._all)
 
     def take(self) -> Block:
-        """A free block; the caller keeps to the store's sets, so there is always one."""
-        with self._lock:
-            return self._free.popleft()
+        """A free block; the caller keeps to the store's sets, so there is always one.
+
+        Raises
+        ------
+        IndexError
+            There is none.
+        """
+        return self._free.popleft()
 
     def give(self, block: Block) -> None:
         """Give a block back."""
-        with self._lock:
-            self._free.append(block)
+        self._free.append(block)
+
+    def give_all(self) -> None:
+        """Make every block free, also those of an interrupted call; no transfer is on its way."""
+        self._free = deque(self._all)
 
     def close(self) -> None:
         """Undo the page lock; call it when no transfer is under way."""

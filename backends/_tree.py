@@ -140,16 +140,23 @@ class RankTree:
             The system's error.
         """
         root = self.path.parent
-        os.makedirs(root.parent, _direct_io.DIRECTORY_MODE, exist_ok=True)
-        _direct_io.make_directory(root, exist_ok=True)
-        # Every rank writes the same bytes, each in one step, so whoever comes last changes nothing.
-        about = {"format": FORMAT_VERSION, "role": role, "nonce": identity.nonce}
-        _direct_io.write_json(root / _METADATA, group_metadata(about))
         if self.path.exists():
             raise StateError(
                 f"{self.path} exists already; state in it is never overwritten. Choose another "
                 "directory, or move that one away"
             )
+        _direct_io.make_directories(root)
+        about = {"format": FORMAT_VERSION, "role": role, "nonce": identity.nonce}
+        metadata = group_metadata(about)
+        if (root / _METADATA).exists():
+            if _direct_io.read_json(root / _METADATA) != metadata:
+                raise StateError(
+                    f"{root} exists already and is something else's: its {_METADATA} is not of "
+                    "this run. Choose another directory"
+                )
+        else:
+            # Every rank writes the same bytes in one step: whoever comes last changes nothing.
+            _direct_io.write_json(root / _METADATA, metadata)
         _direct_io.make_directory(self.path)
         about = {
             "format": FORMAT_VERSION,
@@ -200,8 +207,14 @@ class RankTree:
                 header = memoryview(chunk.format.header(chunk.n_tiles))
                 _direct_io.write_full(descriptor, header, 0, chunk.path)
             _direct_io.sync_data(chunk.path)
-        for key in self.formats:
-            _direct_io.sync_directory(base / key.optimizer / key.name / "c")
+        for directory in (
+            *(base / key.optimizer / key.name / "c" for key in self.formats),
+            *(base / key.optimizer / key.name for key in self.formats),
+            *(base / name for name in self.optimizers),
+            base,
+            self.path,
+        ):
+            _direct_io.sync_directory(directory)
 
     def remove_leftovers(self) -> None:
         """Remove what a killed process left of replacing metadata; call it as the owner."""
@@ -286,8 +299,8 @@ class RankTree:
                     f"{path} has format {about['format']}; this release reads {FORMAT_VERSION}"
                 )
             optimizers = {
-                entry["name"]: OptimizerLayout(
-                    name=entry["name"],
+                str(entry["name"]): OptimizerLayout(
+                    name=str(entry["name"]),
                     layout=StateLayout.from_json(entry["layout"]),
                     arrays=dict(entry["arrays"]),
                 )

@@ -6,13 +6,13 @@ import contextlib
 import mmap
 import shutil
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from tierstore.backends import _direct_io
 from tierstore.backends._host_memory import HostSlab
+from tierstore.backends._io_threads import IoThreads
 from tierstore.backends._tree import GENERATIONS, RankTree, rank_directory_name
 from tierstore.errors import ConfigError
 from tierstore.store import ArrayKey, Capabilities, Commit, Probe, TierStore, Transfer
@@ -59,9 +59,7 @@ class PinnedStore(TierStore):
         # A rank may own nothing of an optimizer; a slab needs a byte.
         self._slab = HostSlab(max(nbytes, BLOCK_NBYTES), self.device)
         self.host_nbytes = self._slab.nbytes
-        self._copiers = ThreadPoolExecutor(
-            self.config.io_threads, thread_name_prefix="tierstore-copy"
-        )
+        self._copiers = IoThreads(self.config.io_threads, "tierstore-copy")
 
     def _begin(self) -> None:
         """Nothing to do: what is written takes the place of what was there."""
@@ -138,5 +136,5 @@ class PinnedStore(TierStore):
 
     def _close(self, discard: bool) -> None:
         with contextlib.suppress(AttributeError):  # closed before it was allocated
-            self._copiers.shutdown()
+            self._copiers.close()
             self._slab.close()

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import shutil
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from tierstore.backends import _direct_io
 from tierstore.backends._host_memory import Block, BlockPool
+from tierstore.backends._io_threads import IoThreads
 from tierstore.backends._tree import (
     GENERATIONS,
     Lease,
     RankTree,
     rank_directory_name,
 )
-from tierstore.errors import ConfigError, CorruptError, StateError, TransferError
+from tierstore.errors import ConfigError, CorruptError, StateError, TierStoreError
 from tierstore.store import ArrayKey, Capabilities, Commit, Identity, Probe, TierStore, Transfer
 from tierstore.zarr_format import CHECKSUM_NBYTES, checksum
 
@@ -61,8 +60,10 @@ class PosixStore(TierStore):
         root = Path(config.directory).absolute() / f"{config.role}-{identity.nonce}"
         self.path = root / rank_directory_name(identity.rank)
         self.mode = "unknown"
-        self._made = self._doubtful = False
-        self._current: str | None = None
+        self._made = False
+        # What each generation holds; the current one is the one that holds `committed`.
+        self._holds: dict[str, Commit] = {}
+        self._doubted: Commit | None = None
         self._target = GENERATIONS[0]
         self._resources = contextlib.ExitStack()
 
@@ -72,11 +73,11 @@ class PosixStore(TierStore):
         if config.directory is None:
             return Probe(tier=cls.tier, ok=False, mode="none", reason="no directory was given")
         try:
-            os.makedirs(config.directory, _direct_io.DIRECTORY_MODE, exist_ok=True)
+            _direct_io.make_directories(config.directory)
             refused = _direct_io.direct_io_refused(config.directory)
             usage = shutil.disk_usage(config.directory)
         except OSError as error:
-            reason = f"{config.directory}: {error.strerror}"
+            reason = error.strerror or str(error)
             return Probe(tier=cls.tier, ok=False, mode="none", reason=reason)
         return Probe(
             tier=cls.tier,
@@ -94,7 +95,7 @@ class PosixStore(TierStore):
         generations = GENERATIONS[: 2 if self.config.recovery == "step" else 1]
         self._tree.require_space(len(generations))
         # Blocks first: their errors come before anything is on the drive.
-        self._start(probe)
+        self._start(probe.reason)
         try:
             self._tree.create(self.identity, self.config.role)
             try:
@@ -117,63 +118,75 @@ class PosixStore(TierStore):
         self.config = replace(self.config, directory=self.path.parents[1])
         self._tree, self.identity = RankTree.load(self.path)
         self.optimizers = dict(self._tree.optimizers)
-        probe = self.probe(self.config, self.device)
         try:
             self._resources.callback(Lease(self.path).close)
             self._tree.remove_leftovers()
-            self._current, self.committed, _ = self._tree.current()
-            if self.capabilities.rollback and self._other(self._current) is None:
+            current, commit, _ = self._tree.current()
+            if self.capabilities.rollback and self._other(current) is None:
                 raise StateError(
                     f"{self.path} was made with --optimizer-state-recovery=none and has room for "
                     "one generation only; open it with the same setting"
                 )
-            self._start(probe)
+            chunk = next(self._tree.chunks(current), None)
+            self._start("" if chunk is None else _direct_io.direct_opening_refused(chunk.path))
         except BaseException:
             self._resources.close()
             raise
+        self._holds[current] = self.committed = commit
         self._phase = "idle"
 
     def _other(self, generation: str) -> str | None:
         other = GENERATIONS[1 - GENERATIONS.index(generation)]
         return other if (self.path / other).is_dir() else None
 
-    def _start(self, probe: Probe) -> None:
-        """Take blocks and threads."""
-        self.mode = probe.mode
-        if probe.mode != "direct":
+    @property
+    def _current(self) -> str | None:
+        return next((name for name, held in self._holds.items() if held is self.committed), None)
+
+    def _start(self, refused: str) -> None:
+        """Take blocks and threads; `refused` says why direct I/O can't be used, if it can't."""
+        self.mode = "buffered" if refused else "direct"
+        if refused:
             _logger.warning(
                 "%s: %s in %s; reading and writing through the page cache, which is slower and "
                 "takes host memory. Use a local ext4 or xfs file system",
                 self,
-                probe.reason,
+                refused,
                 self.config.directory,
             )
         formats = self._tree.formats.values()
         block_nbytes = max(form.stride_nbytes for form in formats)
         set_blocks = max(len(entry.arrays) for entry in self.optimizers.values())
-        self.read_sets, self.write_sets = _sets_within(self.config, set_blocks * block_nbytes)
+        most = min(
+            self.config.slots,
+            max(1, *(entry.layout.n_tiles for entry in self.optimizers.values())),
+        )
+        self.read_sets, self.write_sets = _sets_within(
+            self.config.host_memory_nbytes, set_blocks * block_nbytes, most
+        )
         count = set_blocks * (self.read_sets + self.write_sets)
         self._blocks = BlockPool(count, block_nbytes, self.device)
         self._resources.callback(self._blocks.close)
         self.host_nbytes = self._blocks.nbytes
-        threads = self.config.io_threads
-        self._readers = ThreadPoolExecutor(threads, thread_name_prefix="tierstore-read")
-        self._writers = ThreadPoolExecutor(threads, thread_name_prefix="tierstore-write")
-        self._resources.callback(self._writers.shutdown)
-        self._resources.callback(self._readers.shutdown)
+        self._readers = IoThreads(self.config.io_threads, "tierstore-read")
+        self._resources.callback(self._readers.close)
+        self._writers = IoThreads(self.config.io_threads, "tierstore-write")
+        self._resources.callback(self._writers.close)
 
     def _begin(self) -> None:
-        if self._doubtful and self._current is not None and self.committed is not None:
-            # A commit failed half way: on the drive either generation may be the current one. The
-            # one that is not about to be overwritten must be.
-            self._tree.finish(self._current, self.committed, self.identity.nonce)
-            self._doubtful = False
-        if self._current is None:
+        current = self._current
+        if current is not None and self.committed is not None:
+            if self._doubted not in (None, self.committed):
+                # A commit failed half way: on the drive either generation may be the current one.
+                # The one that is not about to be overwritten must be.
+                self._tree.finish(current, self.committed, self.identity.nonce)
+            self._doubted = None
+        if current is None:
             self._target = GENERATIONS[0]
         elif self.capabilities.rollback:
-            self._target = GENERATIONS[1 - GENERATIONS.index(self._current)]
+            self._target = GENERATIONS[1 - GENERATIONS.index(current)]
         else:
-            self._target = self._current
+            self._target = current
         # On the drive before the first overwrite: after a crash the record must not say that a
         # half overwritten generation is whole.
         self._tree.write_record(self._target, {"state": "writing"})
@@ -181,8 +194,6 @@ class PosixStore(TierStore):
     def _read(
         self, key: ArrayKey, tile: int, out: torch.Tensor, after: Sequence[Event]
     ) -> Transfer:
-        if self._current is None:
-            raise StateError(f"{self}: there is no current generation")
         transfer = Transfer()
         self._readers.submit(
             self._carry_in, transfer, self._take(), self._current, key, tile, out, after
@@ -202,7 +213,13 @@ class PosixStore(TierStore):
         block = self._take()
         nbytes = self._tree.formats[key].tile_nbytes
         after = [*after, block.busy_until] if block.busy_until is not None else after
-        block.busy_until = self.device.copy_out(block.tensor[:nbytes].view(src.dtype), src, after)
+        try:
+            block.busy_until = self.device.copy_out(
+                block.tensor[:nbytes].view(src.dtype), src, after
+            )
+        except BaseException:
+            self._blocks.give(block)
+            raise
         transfer = Transfer()
         transfer.device_done.set_result(block.busy_until)
         self._writers.submit(self._finish_write, transfer, block, self._target, key, tile)
@@ -304,14 +321,16 @@ class PosixStore(TierStore):
 
     def _commit(self, commit: Commit) -> None:
         paths = [chunk.path for chunk in self._tree.chunks(self._target)]
-        for _ in self._writers.map(_direct_io.sync_data, paths):
-            pass
-        self._doubtful = True
+        self._writers.run_all(_direct_io.sync_data, paths)
+        self._doubted = commit
         self._tree.finish(self._target, commit, self.identity.nonce)
-        self._current, self._doubtful = self._target, False
-        # For people only: a file system without symbolic links loses nothing by it.
-        with contextlib.suppress(TransferError):
-            _direct_io.replace_link(self.path / "current", self._current)
+        self._holds[self._target] = commit
+        # For people only: where the link can't be made nothing is lost.
+        with contextlib.suppress(TierStoreError):
+            _direct_io.replace_link(self.path / "current", self._target)
+
+    def _rollback(self) -> None:
+        self._blocks.give_all()
 
     def _snapshot(self, target: Path, commit: Commit) -> None:
         if self._current is None:
@@ -338,14 +357,13 @@ class PosixStore(TierStore):
         self._resources.close()
 
 
-def _sets_within(config: TierConfig, set_nbytes: int) -> tuple[int, int]:
-    """Tiles that may be on their way in, and out, within the cap on host memory.
+def _sets_within(cap: int | None, set_nbytes: int, most: int) -> tuple[int, int]:
+    """Tiles that may be on their way in, and out: at most `most`, within the cap on host memory.
 
     `set_nbytes` are the host bytes that carry one tile of every array.
     """
-    cap = config.host_memory_nbytes
     if cap is None:
-        return config.slots, config.slots
+        return most, most
     sets = cap // set_nbytes
     if sets < 2:
         raise ConfigError(
@@ -353,5 +371,5 @@ def _sets_within(config: TierConfig, set_nbytes: int) -> tuple[int, int]:
             f"{2 * set_nbytes:,} (one set of blocks in, one out). Raise "
             "--optimizer-state-host-memory or choose smaller tiles (--optimizer-state-tile-numel)"
         )
-    reads = min(config.slots, sets // 2)
-    return reads, min(config.slots, sets - reads)
+    reads = min(most, sets // 2)
+    return reads, min(most, sets - reads)

@@ -67,6 +67,16 @@ class IntegerStep(Toy):
         param.sub_(grad, alpha=0.1 / state["step"])
 
 
+class NewState(Toy):
+    """Assigns a dictionary of its own instead of filling the one that is there."""
+
+    def update(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
+        if not self.state[param]:
+            self.state[param] = {"m": torch.zeros_like(param)}
+        self.state[param] = {"m": self.state[param]["m"] * 0.9 + grad}
+        param.sub_(self.state[param]["m"], alpha=0.1)
+
+
 class NarrowMoment(Toy):
     def update(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
         if not state:
@@ -188,6 +198,7 @@ STUDIED: dict[str, tuple[Make, tuple[str, ...], tuple[str, ...], int]] = {
         (),
         1,
     ),
+    "new-state": (NewState, ("m",), (), 1),
     "radam": (partial(torch.optim.RAdam, decoupled_weight_decay=True), ADAM, STEP, 1),
     "rmsprop": (partial(torch.optim.RMSprop), ("square_avg",), STEP, 1),
     "rmsprop-centered": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -331,13 +331,17 @@ class OnTier:
             )
             for name, twins in self.chain.items()
         ]
-        self.state = RankState(store, optimizers, self.counters)
+        self.state = RankState(store, optimizers, self.counters, self.restore)
         self.state.fill({name: twins.fill for name, twins in self.chain.items()})
         for twins in chain:
             twins.let_go()
 
     def counters(self) -> dict[str, Any]:
         return {name: twins.update.counters() for name, twins in self.chain.items()}
+
+    def restore(self, counters: Mapping[str, Any]) -> None:
+        for name, twins in self.chain.items():
+            twins.update.restore(counters[name])
 
     def step(self) -> None:
         for twins in self.chain.values():
@@ -644,3 +648,15 @@ def test_counters_without_any_counter() -> None:
     twins = Twins(Plan(numels=(10,)), torch.optim.SGD)
     run_in_memory(twins)
     assert twins.update.counters() == {"groups": [{}], "scalars": {}}
+
+
+@pytest.mark.parametrize("name", ["adamw", "fused-adam"])
+def test_counters_are_restored(name: str) -> None:
+    plan = Plan(numels=(1500, 700), groups=(0, 1), n_groups=2)
+    driver = run_in_memory(Twins(plan, OPTIMIZERS[name]), 2)
+    update = driver.twins.update
+    saved = json.loads(json.dumps(update.counters()))
+    driver.step()
+    assert update.counters() != saved
+    update.restore(saved)
+    assert update.counters() == saved

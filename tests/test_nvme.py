@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -25,7 +26,14 @@ from tierstore.backends._tree import RankTree
 from tierstore.backends.posix import PosixStore
 from tierstore.config import TierConfig
 from tierstore.device import CpuDevice
-from tierstore.errors import CapacityError, ConfigError, CorruptError, TransferError
+from tierstore.errors import (
+    CapacityError,
+    ConfigError,
+    CorruptError,
+    LayoutError,
+    StateError,
+    TransferError,
+)
 from tierstore.layout import StateLayout
 from tierstore.store import ArrayKey, Identity
 from tierstore.testing.conformance import (
@@ -330,3 +338,125 @@ def test_a_forked_child_does_not_keep_the_store_in_use(store: PosixStore) -> Non
     os.waitpid(child, 0)
     os.close(reader)
     os.close(writer)
+
+
+def test_a_link_that_can_not_be_made_is_no_error(
+    store: PosixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(target: str, path: Path) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(os, "symlink", full)
+    write_generation(store, 2)
+    assert store.committed is not None
+    assert store.committed.step == 2
+    assert _same(store, 2)
+
+
+def test_a_snapshot_never_touches_what_is_something_else_s(
+    store: PosixStore, tmp_path: Path
+) -> None:
+    foreign = tmp_path / "mine"
+    zarr.create_group(foreign, attributes={"mine": "precious"})
+    before = (foreign / "zarr.json").read_bytes()
+    with pytest.raises(StateError, match="something else's"):
+        store.snapshot(foreign)
+    assert (foreign / "zarr.json").read_bytes() == before
+    assert [path.name for path in foreign.iterdir()] == ["zarr.json"]
+    (tmp_path / "file").touch()
+    with pytest.raises(TransferError):
+        store.snapshot(tmp_path / "file")
+
+
+def test_a_refused_write_does_not_count_as_written(tmp_path: Path) -> None:
+    with make_store(tmp_path) as store:
+        store.allocate([make_optimizer()])
+        store.begin()
+        store._blocks._free.clear()
+        key = ArrayKey("opt-0", "main")
+        with pytest.raises(StateError, match="at once"):
+            store.write(key, 0, torch.zeros(1024))
+        assert 0 in store._unwritten[key]
+
+
+def test_a_failed_write_nobody_waits_for_still_fails_the_commit(
+    store: PosixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise TransferError(errno.EIO, "this drive was told to fail")
+
+    monkeypatch.setattr(store, "_save", fail)
+    store.begin()
+    entry = store.optimizers["opt-0"]
+    for tile in range(entry.layout.n_tiles):
+        writes = [store.write(key, tile, tile_values(entry, key, tile, 2)) for key in entry.keys()]
+        for write in writes:
+            write.settled.exception(timeout=60)
+    with pytest.raises(TransferError, match="told to fail"):
+        store.commit(2, {})
+    monkeypatch.undo()
+    store.rollback()
+    write_generation(store, 3)
+    assert _same(store, 3)
+
+
+def test_any_error_of_a_write_lets_the_store_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(tmp_path)
+    store.allocate([make_optimizer()])
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no memory to write with")
+
+    monkeypatch.setattr(store, "_save", fail)
+    store.begin()
+    store.write(ArrayKey("opt-0", "main"), 0, torch.zeros(1024))
+    with pytest.raises(MemoryError):
+        store.close()
+    store.close()
+    assert not store.path.exists()
+
+
+def test_a_forked_child_that_closes_takes_nothing_from_its_parent(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    store.allocate([make_optimizer()])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        store.close(discard=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+    write_generation(store, 1)
+    assert _same(store, 1)
+    store.close()
+
+
+def fill(path: Path) -> None:
+    """Take all space that is left."""
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY)
+    with contextlib.suppress(OSError):
+        while True:
+            os.write(descriptor, b"x" * 4096)
+    os.close(descriptor)
+
+
+def test_a_full_file_system_does_not_make_an_opened_store_slow(small_tmpfs: Path) -> None:
+    with make_store(small_tmpfs) as store:
+        store.allocate([make_optimizer(numel=3000)])
+        mode = store.mode
+        write_generation(store, 1)
+    (small_tmpfs / "filler").write_bytes(b"x" * (256 * 1024))
+    fill(small_tmpfs / "rest")
+    with make_store(small_tmpfs) as again:
+        again.open(store.path)
+        assert again.mode == mode
+
+
+@pytest.mark.parametrize("name", ["", "..", "../x", "a/b", "a b", ".hidden", "x" * 65])
+def test_names_that_are_no_directory_s_are_refused(name: str) -> None:
+    with pytest.raises(LayoutError, match="name of a directory"):
+        make_optimizer(name)
+    with pytest.raises(LayoutError, match="name of a directory"):
+        make_optimizer(arrays={name: "float32"})

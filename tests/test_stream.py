@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from tierstore.device import CpuDevice, Event, open_device
 from tierstore.errors import StateError, TransferError, TransferTimeoutError
 from tierstore.state import RankState
 from tierstore.store import ArrayKey, Identity, TierStore, Transfer
-from tierstore.stream import TileViews
+from tierstore.stream import TileViews, _Sweep
 from tierstore.testing.conformance import make_optimizer
 from tierstore.testing.faults import delayed
 
@@ -38,7 +40,7 @@ def make_state(
         make_optimizer(numel=30_000, chunk_numel=4096),
         make_optimizer("opt-1", 2500, tile_numel=2048),
     ]
-    return RankState(store, optimizers, dict)
+    return RankState(store, optimizers, dict, restore=lambda state: None)
 
 
 def numbered(views: TileViews) -> None:
@@ -295,7 +297,11 @@ def test_a_transfer_that_never_ends_is_an_error(method: str, tmp_path: Path) -> 
     _Hanging(state.store, method)
     with pytest.raises(TransferTimeoutError, match="did not come back within"):
         step(state)
-    state.close()
+    # Nothing may use its slot or block again while it can still come back.
+    with pytest.raises(TransferTimeoutError, match="did not come back within"):
+        state.rollback()
+    with pytest.raises(TransferTimeoutError, match="did not come back within"):
+        state.close()
 
 
 def test_optimizers_of_a_chain_step_together(tmp_path: Path) -> None:
@@ -334,7 +340,7 @@ from tierstore.testing.conformance import make_optimizer
 config = TierConfig(tier="nvme", directory=Path(sys.argv[1]), slots=3, recovery="none")
 store = PosixStore(config, CpuDevice(), Identity(nonce="0badcafe"))
 optimizer = make_optimizer(numel=int(sys.argv[2]), tile_numel=65536, chunk_numel=4 * 65536)
-state = RankState(store, [optimizer], dict)
+state = RankState(store, [optimizer], dict, restore=lambda state: None)
 state.fill({"opt-0": lambda views: None})
 
 def peak_nbytes(reset):
@@ -401,7 +407,7 @@ def test_device_memory_does_not_grow_with_the_state(tier: str, tmp_path: Path) -
         optimizer = make_optimizer(numel=times * 2**22, tile_numel=2**18, chunk_numel=2**20)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        state = RankState(store, [optimizer], dict)
+        state = RankState(store, [optimizer], dict, restore=lambda state: None)
         state.fill({"opt-0": lambda views: None})
         for _ in range(2):
             step(state)
@@ -409,3 +415,52 @@ def test_device_memory_does_not_grow_with_the_state(tier: str, tmp_path: Path) -
         state.close()
     assert peaks[0] == peaks[1]
     assert peaks[0] <= 3 * 2**18 * 12 + 2**20
+
+
+def test_transfers_are_gone_without_a_garbage_collection(tmp_path: Path) -> None:
+    """Trainers switch the collection off; whatever a step leaves behind would pile up."""
+    state = make_state(PosixStore, tmp_path)
+    state.fill(dict.fromkeys(state.optimizers, numbered))
+    gc.collect()
+    gc.disable()
+    try:
+        step(state)
+        state.store.settle()
+        left = [thing for thing in gc.get_objects() if type(thing) is Transfer]
+    finally:
+        gc.enable()
+    # One of the last tile may still be in the hands of an I/O thread.
+    assert len(left) <= 2 * state.store.config.io_threads
+    state.close()
+
+
+def test_a_report_that_comes_late_is_no_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = _Sweep._report
+
+    def late(self: _Sweep, handle: Any, number: int, future: Any) -> None:
+        if handle.__name__ == "_settled":
+            time.sleep(0.002)
+        real(self, handle, number, future)
+
+    monkeypatch.setattr(_Sweep, "_report", late)
+    state = make_state(PinnedStore, tmp_path)
+    state.fill(dict.fromkeys(state.optimizers, numbered))
+    step(state)
+    assert equal(everything(state), expected(state, 1))
+    state.close()
+
+
+def test_rollback_gives_the_counters_of_the_step_back(tmp_path: Path) -> None:
+    state = make_state(PosixStore, tmp_path)
+    restored: list[Any] = []
+    state._counters, state._restore = lambda: {"steps": state.step + 1}, restored.append
+    state.fill(dict.fromkeys(state.optimizers, numbered))
+    step(state)
+    _FailingWrite(state.store, "_write")
+    with pytest.raises(TransferError):
+        step(state)
+    state.rollback()
+    assert restored == [{"steps": 1}]
+    state.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -141,12 +141,9 @@ class ShardUpdate:
         self._advanced, self._advanced_groups = {}, {}
 
     def _live(self, shard: BoundShard) -> dict[str, torch.Tensor]:
-        """The optimizer's own scalars for a shard, made on first use."""
-        state = self._optimizer.state[shard.main]
-        for name, template in self._habit.scalars.items():
-            if name not in state:
-                state[name] = template.clone()
-        return dict(state)
+        """The optimizer's scalars for a shard; before the first step there may be none yet."""
+        state = self._optimizer.state.get(shard.main, {})
+        return {name: state.get(name, start) for name, start in self._habit.scalars.items()}
 
     def visit(self, views: TileViews) -> None:
         """Update one tile in place and copy the result into the model's weights."""
@@ -228,9 +225,7 @@ class ShardUpdate:
         self._step_empty_shards()
         self._grads = []
         for index, scalars in self._advanced.items():
-            state = self._optimizer.state[self._shards[index].main]
-            for name, value in scalars.items():
-                state[name].copy_(value)
+            self._set_scalars(index, scalars)
         for index, changed in self._advanced_groups.items():
             live = self._optimizer.param_groups[index]
             for name, value in changed.items():
@@ -238,6 +233,14 @@ class ShardUpdate:
                     live[name].copy_(value)
                 else:
                     live[name] = value
+
+    def _set_scalars(self, shard: int, scalars: dict[str, torch.Tensor]) -> None:
+        state = self._optimizer.state[self._shards[shard].main]
+        for name, value in scalars.items():
+            if name in state:
+                state[name].copy_(value)
+            else:
+                state[name] = value.clone()
 
     def _step_empty_shards(self) -> None:
         """Let shards without elements, which lie on no tile, count the step like all others."""
@@ -271,6 +274,21 @@ class ShardUpdate:
                     runs.append([value, 1])
             scalars[name] = runs
         return {"groups": groups, "scalars": scalars}
+
+    def restore(self, counters: Mapping[str, Any]) -> None:
+        """Set the optimizer's counters to what `counters` gave earlier."""
+        for group, saved in zip(self._optimizer.param_groups, counters["groups"], strict=True):
+            step: Any = group.get("step")
+            if hasattr(step, "fill_"):
+                step.fill_(saved.get("step", 0))
+            elif "step" in saved:
+                group["step"] = saved["step"]
+            else:
+                group.pop("step", None)
+        for name, start in self._habit.scalars.items():
+            values = [value for value, times in counters["scalars"][name] for _ in range(times)]
+            for index, value in enumerate(values):
+                self._set_scalars(index, {name: start.clone().fill_(value)})
 
 
 def _values(scalars: Sequence[torch.Tensor]) -> list[float]:

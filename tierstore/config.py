@@ -62,9 +62,12 @@ class TierConfig:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
+        if self.directory is not None:
+            object.__setattr__(self, "directory", Path(self.directory))
         for name in ("chunk_numel", "tile_numel", "slots", "io_threads"):
-            if not isinstance(getattr(self, name), int):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be a whole number")
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number")
         wrong = []
         if not TILE_NUMEL_MULTIPLE <= self.chunk_numel <= MAX_CHUNK_NUMEL:
             wrong.append(

@@ -20,7 +20,6 @@ __all__ = ["RankState", "Visit"]
 _logger = logging.getLogger("tierstore.step")
 
 Visit = Callable[[TileViews], None]
-Counters = Callable[[], Mapping[str, Any]]
 
 
 class RankState:
@@ -32,32 +31,41 @@ class RankState:
         A new store; it is allocated here.
     optimizers
         The chain, in the order in which it steps.
-    counters
-        Gives the step counters of all optimizers as JSON values, for the commit.
+    counters, restore
+        Gives the step counters of all optimizers as JSON values, for the commit; and sets them to
+        those of an earlier commit.
 
     Attributes
     ----------
-    step, sweeps
-        Steps committed, and sweeps of single optimizers finished in them.
+    sweeps
+        Sweeps of single optimizers finished in the steps that were committed.
     last, total
         Metrics of the last step, and sums over all of them.
     """
 
     def __init__(
-        self, store: TierStore, optimizers: Sequence[OptimizerLayout], counters: Counters
+        self,
+        store: TierStore,
+        optimizers: Sequence[OptimizerLayout],
+        counters: Callable[[], Mapping[str, Any]],
+        restore: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self.store = store
         self.optimizers = {entry.name: entry for entry in optimizers}
-        self._counters = counters
+        self._counters, self._restore = counters, restore
         store.allocate(optimizers)
         self.window = Window(store.device, store.config.slots, optimizers)
         self._streams = {entry.name: StateStream(store, entry, self.window) for entry in optimizers}
         self._swept: set[str] = set()
         self._current = SweepMetrics()
-        self.step = 0
         self.sweeps = 0
         self.last: SweepMetrics | None = None
         self.total = SweepMetrics()
+
+    @property
+    def step(self) -> int:
+        """Steps that were committed."""
+        return 0 if self.store.committed is None else self.store.committed.step
 
     def fill(self, visits: Mapping[str, Visit]) -> None:
         """Write every array for the first time, from zeros and what the visits put in; commit."""
@@ -119,7 +127,6 @@ class RankState:
         self.store.commit(self.step + 1, self._counters())
         self._current.commit_s = time.perf_counter() - started
         self._current.wall_s += self._current.commit_s
-        self.step += 1
         self.sweeps += len(self._streams)
         self.last = self._current
         self.total.add(self._current)
@@ -135,17 +142,21 @@ class RankState:
     def rollback(self) -> None:
         """Return to the last committed step after an error.
 
-        The arrays are those of that step again. The model's weights are not: tiles that were
-        updated before the error have written theirs. Put them back from ``main``, or load a
-        checkpoint.
+        Arrays and step counters are those of that step again. The model's weights are not: tiles
+        that were updated before the error have written theirs. Put them back from ``main``, or
+        load a checkpoint.
 
         Raises
         ------
         StateError
             The tier overwrites in place.
+        TransferTimeoutError
+            A transfer is still on its way.
         """
         self.store.rollback()
         self._swept.clear()
+        if self.store.committed is not None:
+            self._restore(self.store.committed.state)
 
     def _require_between_steps(self) -> None:
         if self._swept:

@@ -10,11 +10,14 @@ to one rank and holds all optimizers of the rank's chain. Its life::
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -22,7 +25,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from tierstore.errors import (
     LayoutError,
     StateError,
-    TierStoreError,
     TransferTimeoutError,
 )
 from tierstore.zarr_format import ArrayFormat
@@ -44,6 +46,9 @@ __all__ = [
     "TierStore",
     "Transfer",
 ]
+
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -69,11 +74,24 @@ class OptimizerLayout:
         The grid and the shards, shared by all arrays.
     arrays
         Array name to element type (torch's name): ``main`` and one per state tensor.
+
+    Raises
+    ------
+    LayoutError
+        A name that can't be a directory's.
     """
 
     name: str
     layout: StateLayout
     arrays: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        for name in (self.name, *self.arrays):
+            if not _NAME.fullmatch(name):
+                raise LayoutError(
+                    f"{name!r} can't be the name of an optimizer or array: up to 64 letters, "
+                    "digits, '_' and '-' can, since it becomes the name of a directory"
+                )
 
     def keys(self) -> list[ArrayKey]:
         """The arrays in order."""
@@ -229,10 +247,15 @@ class TierStore(ABC):
         self.read_sets = self.write_sets = config.slots
         self.host_nbytes = 0
         self._phase = "new"
-        self._failure: BaseException | None = None
+        self._owner_pid = os.getpid()
         self._unwritten: dict[ArrayKey, set[int]] = {}
-        self._writes: set[Transfer] = set()
-        self._lock = threading.Lock()
+        # Transfers on their way, and the first failure of a write of this generation. Counted, not
+        # kept: a transfer that its own callback refers to would live until a garbage collection,
+        # and trainers switch those off.
+        self._on_their_way = 0
+        self._generation = 0
+        self._failure: BaseException | None = None
+        self._settling = threading.Condition()
 
     # What a tier implements.
 
@@ -273,6 +296,9 @@ class TierStore(ABC):
     def _close(self, discard: bool) -> None:
         """Give back memory, threads and locks; remove what `allocate` made if `discard` is set."""
 
+    def _rollback(self) -> None:  # noqa: B027 - most tiers have nothing to do here
+        """Forget what was written since `_begin`; no transfer is on its way."""
+
     # What everybody calls.
 
     def allocate(self, optimizers: Sequence[OptimizerLayout]) -> None:
@@ -304,6 +330,8 @@ class TierStore(ABC):
         """
         self._require("idle")
         self._begin()
+        self._generation += 1
+        self._failure = None
         self._unwritten = {
             key: set(range(entry.layout.n_tiles))
             for entry in self.optimizers.values()
@@ -337,7 +365,7 @@ class TierStore(ABC):
         if self.committed is None:
             raise StateError(f"{self}: nothing was committed yet, so there is nothing to read")
         self._check(key, tile, out)
-        return self._read(key, tile, out, after)
+        return self._follow(self._read(key, tile, out, after))
 
     def write(
         self, key: ArrayKey, tile: int, src: torch.Tensor, *, after: Sequence[Event] = ()
@@ -351,18 +379,40 @@ class TierStore(ABC):
         self._check(key, tile, src)
         if tile not in self._unwritten[key]:
             raise StateError(f"{self}: tile {tile} of {key} was written twice in one generation")
+        transfer = self._follow(self._write(key, tile, src, after), self._generation)
         self._unwritten[key].discard(tile)
-        transfer = self._write(key, tile, src, after)
-        with self._lock:
-            self._writes.add(transfer)
-        transfer.settled.add_done_callback(lambda future: self._settle(transfer, future))
         return transfer
 
-    def _settle(self, transfer: Transfer, future: Future[None]) -> None:
-        with self._lock:
-            self._writes.discard(transfer)
-            if self._failure is None:
+    def _follow(self, transfer: Transfer, generation: int | None = None) -> Transfer:
+        with self._settling:
+            self._on_their_way += 1
+        transfer.settled.add_done_callback(partial(self._settled, generation))
+        return transfer
+
+    def _settled(self, generation: int | None, future: Future[None]) -> None:
+        with self._settling:
+            self._on_their_way -= 1
+            # Of a read the reader hears; a failed write must keep its generation from a commit.
+            if generation == self._generation and self._failure is None:
                 self._failure = future.exception()
+            self._settling.notify_all()
+
+    def settle(self) -> None:
+        """Return when no transfer is on its way.
+
+        Raises
+        ------
+        TransferTimeoutError
+            Not within the configured time.
+        """
+        with self._settling:
+            if not self._settling.wait_for(
+                lambda: self._on_their_way == 0, timeout=self.config.timeout_s
+            ):
+                raise TransferTimeoutError(
+                    f"{self}: {self._on_their_way} transfers did not come back within "
+                    f"{self.config.timeout_s:g} s; the drive or file system hangs"
+                )
 
     def commit(self, step: int, state: Mapping[str, Any]) -> None:
         """Make what was written since `begin` the current generation.
@@ -383,7 +433,9 @@ class TierStore(ABC):
                 raise StateError(
                     f"{self}: tile {missing[1]} of {missing[0]} was not written in this generation"
                 )
-            self._drain()
+            self.settle()
+            if self._failure is not None:
+                raise self._failure
             commit = Commit(step=step, state=dict(state))
             self._commit(commit)
         except BaseException as error:
@@ -391,20 +443,6 @@ class TierStore(ABC):
             raise
         self.committed = commit
         self._phase = "idle"
-
-    def _drain(self) -> None:
-        with self._lock:
-            writes = list(self._writes)
-        for transfer in writes:
-            try:
-                transfer.settled.exception(timeout=self.config.timeout_s)
-            except TimeoutError as error:
-                raise TransferTimeoutError(
-                    f"{self}: a write did not come back within {self.config.timeout_s:g} s; the "
-                    "drive or file system hangs"
-                ) from error
-        if self._failure is not None:
-            raise self._failure
 
     def fail(self, error: BaseException) -> None:
         """Note that the generation being written is lost; only `rollback` and `close` work then."""
@@ -419,6 +457,8 @@ class TierStore(ABC):
         ------
         StateError
             The tier overwrites in place, so the last commit is gone.
+        TransferTimeoutError
+            A transfer is still on its way.
         """
         self._require("writing", "failed")
         if not self.capabilities.rollback or self.committed is None:
@@ -426,9 +466,9 @@ class TierStore(ABC):
                 f"{self} has no finished step to go back to (it overwrites in place, or never "
                 "committed); load a checkpoint into a new store"
             )
-        for transfer in list(self._writes):
-            transfer.settled.exception(timeout=self.config.timeout_s)
-        self._failure = None
+        # A read or write that comes back late must not find its slot or block in use again.
+        self.settle()
+        self._rollback()
         self._phase = "idle"
 
     def snapshot(self, target: Path) -> None:
@@ -484,17 +524,18 @@ class TierStore(ABC):
         """
         if self._phase == "closed":
             return
-        failure: BaseException | None = None
+        writing, self._phase = self._phase == "writing", "closed"
+        if os.getpid() != self._owner_pid:
+            # A forked child: threads, locks and files are its parent's.
+            return
         try:
-            # Also in mid-step: blocks are given back only when nobody writes into them.
-            if self._phase == "writing":
-                self._drain()
-        except TierStoreError as error:
-            failure = error
-        self._phase = "closed"
-        self._close(discard or self.committed is None)
-        if failure is not None:
-            raise failure
+            # Memory is given back only when nothing copies from or to it any more.
+            self.settle()
+            self.device.synchronize()
+            if writing and self._failure is not None:
+                raise self._failure
+        finally:
+            self._close(discard or self.committed is None)
 
     def __enter__(self) -> Self:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import time
 from collections.abc import Callable, Iterable
@@ -142,7 +143,8 @@ class _Sweep:
         )
         # I/O threads report here; only this thread touches the schedule.
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._transfers: dict[Transfer, float] = {}
+        self._deadlines: dict[int, float] = {}
+        self._tickets = itertools.count()
         self._arriving: dict[int, _Flight] = {}
         self._leaving: dict[int, _Flight] = {}
         self._settling: dict[int, int] = {}
@@ -227,17 +229,17 @@ class _Sweep:
             self._schedule.settled(tile)
 
     def _follow(self, transfer: Transfer) -> None:
-        self._transfers[transfer] = time.monotonic() + self._store.config.timeout_s
-        transfer.settled.add_done_callback(
-            lambda future: self._done.put(partial(self._came_to_an_end, transfer, future))
-        )
+        # By number: see `TierStore` for why callbacks do not refer to their transfer.
+        ticket = next(self._tickets)
+        self._deadlines[ticket] = time.monotonic() + self._store.config.timeout_s
+        transfer.settled.add_done_callback(partial(self._report, self._came_to_an_end, ticket))
 
-    def _came_to_an_end(self, transfer: Transfer, future: Future[None]) -> None:
-        del self._transfers[transfer]
+    def _came_to_an_end(self, ticket: int, future: Future[None]) -> None:
+        del self._deadlines[ticket]
         future.result()
 
-    def _report(self, handle: Callable[[int, Future], None], tile: int, future: Future) -> None:  # type: ignore[type-arg]
-        self._done.put(partial(handle, tile, future))
+    def _report(self, handle: Callable[[int, Future], None], number: int, future: Future) -> None:  # type: ignore[type-arg]
+        self._done.put(partial(handle, number, future))
 
     def _handle_what_came(self) -> None:
         while True:
@@ -249,16 +251,17 @@ class _Sweep:
 
     def _wait(self) -> None:
         """Wait for one report, and count the wait to what the sweep lacks."""
-        started = time.perf_counter()
-        deadline = min(self._transfers.values(), default=time.monotonic())
+        started = time.monotonic()
+        # A report may be about to come of a transfer that has ended: then there is no deadline.
+        soonest = min(self._deadlines.values(), default=started + self._store.config.timeout_s)
         try:
-            handle = self._done.get(timeout=max(0.0, deadline - time.monotonic()))
+            handle = self._done.get(timeout=max(0.0, soonest - started))
         except queue.Empty:
             raise TransferTimeoutError(
                 f"{self._store}: a transfer of {self._optimizer.name} did not come back within "
                 f"{self._store.config.timeout_s:g} s; the drive or file system hangs"
             ) from None
-        waited = time.perf_counter() - started
+        waited = time.monotonic() - started
         if self._schedule.waits_for_reads:
             self.metrics.stall_read_s += waited
         else:
@@ -266,12 +269,11 @@ class _Sweep:
         handle()
 
     def drain(self) -> None:
-        """After an error: wait, up to each deadline, until no transfer touches the window."""
-        for transfer, deadline in list(self._transfers.items()):
-            try:
-                transfer.settled.exception(timeout=max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                return
+        """After an error: wait until no transfer touches the window, or until that hangs too."""
+        try:
+            self._store.settle()
+        except TransferTimeoutError:
+            return
         # Settled reads may still be on their way from a host block to a slot.
         self._device.synchronize()
         for slot in self._window.slots:

@@ -81,10 +81,13 @@ class Loan:
         The user's.
     groups
         Copies of its groups that hold the runs.
+    runs
+        What it works on. After a step their ``state`` is what the optimizer then holds.
     """
 
     optimizer: torch.optim.Optimizer
     groups: list[dict[str, Any]]
+    runs: Sequence[Run]
     _before: list[dict[str, Any]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -95,6 +98,8 @@ class Loan:
         step = type(self.optimizer).step
         # torch wraps the step of every optimizer class in one that calls the hooks.
         getattr(step, "__wrapped__", step)(self.optimizer)
+        for run in self.runs:
+            run.state = self.optimizer.state[run.main]
 
     def changes(self) -> dict[int, dict[str, Any]]:
         """What steps have changed in groups that hold a run (an Apex step counter), by group."""
@@ -127,7 +132,7 @@ def lend(optimizer: torch.optim.Optimizer, runs: Sequence[Run]) -> Iterator[Loan
             groups[run.group]["params"].append(run.main)
             state[run.main] = run.state
         optimizer.param_groups, optimizer.state = groups, state
-        yield Loan(optimizer, groups)
+        yield Loan(optimizer, groups, runs)
     finally:
         for run in runs:
             run.main.grad = None

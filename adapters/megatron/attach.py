@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -102,8 +103,10 @@ class Handle:
 
     def close(self) -> None:
         """End: give back memory, threads and locks. The optimizer can't step afterwards."""
-        self._tiered[0].flush()
-        self._state.close()
+        try:
+            self._tiered[0].flush()
+        finally:
+            self._state.close()
 
     def __enter__(self) -> Self:
         return self
@@ -185,7 +188,10 @@ def _build(
     optimizers = [entry.optimizer_layout for entry in tiered]
     try:
         state = RankState(
-            store, optimizers, lambda: {entry.name: entry.counters() for entry in tiered}
+            store,
+            optimizers,
+            counters=lambda: {entry.name: entry.counters() for entry in tiered},
+            restore=partial(_restore_all, tiered),
         )
         state.fill({entry.name: entry.fill for entry in tiered})
     except BaseException:
@@ -194,6 +200,11 @@ def _build(
     for entry in tiered:
         entry.state, entry.peers = state, tiered
     return state, tiered
+
+
+def _restore_all(tiered: list[TieredOptimizer], counters: Mapping[str, Any]) -> None:
+    for entry in tiered:
+        entry.restore(counters[entry.name])
 
 
 def _warn_of_copied_gradients(chain: list[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tierstore.binding import ShardUpdate
@@ -74,6 +75,10 @@ class TieredOptimizer:
     def counters(self) -> dict[str, Any]:
         """Step counters as JSON values."""
         return self._update.counters()
+
+    def restore(self, counters: Mapping[str, Any]) -> None:
+        """Set step counters to what `counters` gave earlier."""
+        self._update.restore(counters)
 
     def bind(self, handle: Handle) -> None:
         """Let go of the resident state and put the tier's methods in Megatron's place."""

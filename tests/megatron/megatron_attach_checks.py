@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tierstore.testing import megatron_on_cpu
 
@@ -21,8 +22,9 @@ from megatron_cases import Recipe
 from megatron_training import Trainer
 
 from tierstore.adapters import megatron as tiers
+from tierstore.backends.posix import PosixStore
 from tierstore.config import TierConfig
-from tierstore.errors import ConfigError, StateError, TierStoreError
+from tierstore.errors import ConfigError, StateError, TierStoreError, TransferError
 
 CPU = torch.device("cpu")
 
@@ -78,6 +80,22 @@ def a_failed_attach_leaves_everything(directory: Path) -> None:
     for groups in optimizer.shard_fp32_from_float16_groups:
         for main in groups:
             check(not main.isnan().any(), "main params were let go of")
+    trace = trainer.train()
+    check(trace.updates == 10, trace.updates)
+
+
+def an_attach_that_fails_late_leaves_everything(directory: Path) -> None:
+    trainer = Trainer(Recipe(), CPU)
+    (optimizer,) = trainer.distributed_optimizers()
+
+    def fail(self: PosixStore, commit: Any) -> None:
+        raise TransferError(5, "this drive was told to fail")
+
+    config = TierConfig(tier="nvme", directory=directory)
+    with mock.patch.object(PosixStore, "_commit", fail):
+        refusal(lambda: tiers.attach(trainer.optimizer, config), TransferError)
+    check(not list(directory.rglob("rank-*")), list(directory.rglob("*")))
+    check(not optimizer.optimizer.state, "state was put into the optimizer")
     trace = trainer.train()
     check(trace.updates == 10, trace.updates)
 
@@ -151,6 +169,7 @@ CHECKS = [
     after_the_first_step,
     options_of_the_optimizer,
     a_failed_attach_leaves_everything,
+    an_attach_that_fails_late_leaves_everything,
     what_is_left_in_place_of_main_params,
     a_closed_handle,
     a_snapshot_after_training,

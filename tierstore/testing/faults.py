@@ -72,6 +72,7 @@ def delayed(
                 self._wait()
                 late.device_done.set_result(event)
                 transfer.settled.result()
+                del transfer
             except BaseException as error:  # the transfer reports it
                 late.fail(error)
                 return
