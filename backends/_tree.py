@@ -26,7 +26,7 @@ from typing import Any
 from tierstore.backends import _direct_io
 from tierstore.errors import CapacityError, CorruptError, StateError, TierStoreError
 from tierstore.layout import StateLayout
-from tierstore.store import ArrayKey, Commit, Identity, OptimizerLayout
+from tierstore.records import ArrayKey, Commit, Identity, OptimizerLayout
 from tierstore.zarr_format import FORMAT_VERSION, ArrayFormat, group_metadata
 
 __all__ = ["GENERATIONS", "ChunkFile", "Lease", "RankTree", "rank_directory_name"]

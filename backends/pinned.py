@@ -15,7 +15,8 @@ from tierstore.backends._host_memory import HostSlab
 from tierstore.backends._io_threads import IoThreads
 from tierstore.backends._tree import GENERATIONS, RankTree, rank_directory_name
 from tierstore.errors import ConfigError
-from tierstore.store import ArrayKey, Capabilities, Commit, Probe, TierStore, Transfer
+from tierstore.records import ArrayKey, Commit
+from tierstore.store import Capabilities, Probe, TierStore, Transfer
 from tierstore.zarr_format import BLOCK_NBYTES, CHECKSUM_NBYTES, checksum
 
 if TYPE_CHECKING:

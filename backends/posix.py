@@ -20,7 +20,8 @@ from tierstore.backends._tree import (
     rank_directory_name,
 )
 from tierstore.errors import ConfigError, CorruptError, StateError, TierStoreError
-from tierstore.store import ArrayKey, Capabilities, Commit, Identity, Probe, TierStore, Transfer
+from tierstore.records import ArrayKey, Commit, Identity
+from tierstore.store import Capabilities, Probe, TierStore, Transfer
 from tierstore.zarr_format import CHECKSUM_NBYTES, checksum
 
 if TYPE_CHECKING:

@@ -24,8 +24,9 @@ from tierstore.config import TierConfig
 from tierstore.device import CpuDevice
 from tierstore.errors import OptimizerError
 from tierstore.layout import Shard, StateLayout
+from tierstore.records import Identity, OptimizerLayout
 from tierstore.state import RankState
-from tierstore.store import Identity, OptimizerLayout, TierStore
+from tierstore.store import TierStore
 from tierstore.stream import TileViews
 from tierstore.testing.fused_adam import FusedAdam
 from tierstore.update import CUT_NUMEL, study

@@ -9,7 +9,7 @@ from tierstore.backends.pinned import PinnedStore
 from tierstore.config import TierConfig
 from tierstore.device import CpuDevice
 from tierstore.errors import ConfigError
-from tierstore.store import Identity
+from tierstore.records import Identity
 from tierstore.testing.conformance import TierStoreTests, make_optimizer
 from tierstore.testing.stateful import store_machine
 

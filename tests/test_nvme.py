@@ -35,7 +35,7 @@ from tierstore.errors import (
     TransferError,
 )
 from tierstore.layout import StateLayout
-from tierstore.store import ArrayKey, Identity
+from tierstore.records import ArrayKey, Identity
 from tierstore.testing.conformance import (
     TierStoreTests,
     make_optimizer,

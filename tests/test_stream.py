@@ -20,8 +20,9 @@ from tierstore.backends.posix import PosixStore
 from tierstore.config import TierConfig
 from tierstore.device import CpuDevice, Event, open_device
 from tierstore.errors import StateError, TransferError, TransferTimeoutError
+from tierstore.records import ArrayKey, Identity
 from tierstore.state import RankState
-from tierstore.store import ArrayKey, Identity, TierStore, Transfer
+from tierstore.store import TierStore, Transfer
 from tierstore.stream import TileViews, _Sweep
 from tierstore.testing.conformance import make_optimizer
 from tierstore.testing.faults import delayed
@@ -334,7 +335,7 @@ from tierstore.backends.posix import PosixStore
 from tierstore.config import TierConfig
 from tierstore.device import CpuDevice
 from tierstore.state import RankState
-from tierstore.store import Identity
+from tierstore.records import Identity
 from tierstore.testing.conformance import make_optimizer
 
 config = TierConfig(tier="nvme", directory=Path(sys.argv[1]), slots=3, recovery="none")

@@ -13,7 +13,8 @@ from tierstore.stream import StateStream, TileViews
 from tierstore.window import Window
 
 if TYPE_CHECKING:
-    from tierstore.store import OptimizerLayout, TierStore
+    from tierstore.records import OptimizerLayout
+    from tierstore.store import TierStore
 
 __all__ = ["RankState", "Visit"]
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from tierstore.device import Event
     from tierstore.layout import Tile
-    from tierstore.store import OptimizerLayout, TierStore, Transfer
+    from tierstore.records import OptimizerLayout
+    from tierstore.store import TierStore, Transfer
     from tierstore.window import Window
 
 __all__ = ["StateStream", "TileViews"]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from tierstore.device import Device, Event
-    from tierstore.store import OptimizerLayout
+    from tierstore.records import OptimizerLayout
 
 __all__ = ["Slot", "Window"]
 

@@ -16,9 +16,9 @@ from tierstore.adapters.megatron.names import name_parameters
 from tierstore.adapters.megatron.tiered import TieredOptimizer
 from tierstore.device import open_device
 from tierstore.errors import ConfigError, StateError
+from tierstore.records import Identity
 from tierstore.registry import tier_class
 from tierstore.state import RankState
-from tierstore.store import Identity
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tierstore.binding import ShardUpdate
-from tierstore.store import OptimizerLayout
+from tierstore.records import OptimizerLayout
 from tierstore.update import step_hooks, study
 
 if TYPE_CHECKING:

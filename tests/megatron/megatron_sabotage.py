@@ -10,8 +10,9 @@ from unittest import mock
 
 import torch
 
+from tierstore.records import ArrayKey, OptimizerLayout
 from tierstore.registry import tier_class
-from tierstore.store import ArrayKey, OptimizerLayout, TierStore, Transfer
+from tierstore.store import TierStore, Transfer
 from tierstore.testing.faults import delayed
 
 

@@ -21,7 +21,8 @@ from tierstore.config import TierConfig
 from tierstore.device import Device, open_device
 from tierstore.errors import CapacityError, LayoutError, StateError, TierStoreError
 from tierstore.layout import Shard, StateLayout
-from tierstore.store import ArrayKey, Commit, Identity, OptimizerLayout, TierStore
+from tierstore.records import ArrayKey, Commit, Identity, OptimizerLayout
+from tierstore.store import TierStore
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from tierstore.store import ArrayKey, TierStore, Transfer
+from tierstore.records import ArrayKey
+from tierstore.store import TierStore, Transfer
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tierstore.config import TierConfig
 from tierstore.device import open_device
 from tierstore.errors import StateError
-from tierstore.store import ArrayKey, Identity, TierStore
+from tierstore.records import ArrayKey, Identity
+from tierstore.store import TierStore
 from tierstore.testing.conformance import make_optimizer, read_array, tile_values
 
 if TYPE_CHECKING:

@@ -1,0 +1,117 @@
+"""What a store holds, and whose it is: names of arrays, their layout, a rank, a finished step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from tierstore.errors import LayoutError
+from tierstore.zarr_format import ArrayFormat
+
+if TYPE_CHECKING:
+    from tierstore.layout import StateLayout
+
+__all__ = ["ArrayKey", "Commit", "Identity", "OptimizerLayout"]
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ArrayKey:
+    """Name of one array of a store: ``opt-0`` and ``exp_avg``."""
+
+    optimizer: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.optimizer}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerLayout:
+    """The arrays of one optimizer.
+
+    Parameters
+    ----------
+    name
+        ``opt-0``, ``opt-1``, ...: the optimizer's place in the chain.
+    layout
+        The grid and the shards, shared by all arrays.
+    arrays
+        Array name to element type (torch's name): ``main`` and one per state tensor.
+
+    Raises
+    ------
+    LayoutError
+        A name that can't be a directory's.
+    """
+
+    name: str
+    layout: StateLayout
+    arrays: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        for name in (self.name, *self.arrays):
+            if not _NAME.fullmatch(name):
+                raise LayoutError(
+                    f"{name!r} can't be the name of an optimizer or array: up to 64 letters, "
+                    "digits, '_' and '-' can, since it becomes the name of a directory"
+                )
+
+    def keys(self) -> list[ArrayKey]:
+        """The arrays in order."""
+        return [ArrayKey(self.name, array) for array in self.arrays]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements of all arrays."""
+        return sum(self.layout.numel * self.format(array).type.itemsize for array in self.arrays)
+
+    def format(self, array: str, *, checksums: bool = True) -> ArrayFormat:
+        """Places and metadata of one array's chunk files."""
+        return ArrayFormat(
+            dtype=self.arrays[array],
+            numel=self.layout.numel,
+            chunk_numel=self.layout.chunk_numel,
+            tile_numel=self.layout.tile_numel,
+            checksums=checksums,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Whose state this is.
+
+    Parameters
+    ----------
+    nonce
+        Text drawn once per run and equal on all its ranks.
+    rank
+        Global rank.
+    topology
+        Sizes and ranks of the parallel groups, for people and for loading elsewhere.
+    """
+
+    nonce: str
+    rank: int = 0
+    topology: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """One finished generation.
+
+    Parameters
+    ----------
+    step
+        Optimizer steps that the state has seen.
+    state
+        What belongs to the generation beside the arrays, as JSON values: step counters by
+        optimizer, and what the trainer gave.
+    """
+
+    step: int
+    state: Mapping[str, Any]
