@@ -124,5 +124,5 @@ format: $(VENV)/dev.done ## let ruff format and mend what it safely can
 
 .PHONY: clean
 clean: ## remove what the other targets made, .venv too
-	rm -rf $(VENV) build dist *.egg-info .*_cache .hypothesis .coverage
+	rm -rf $(VENV) .demo build dist *.egg-info .*_cache .hypothesis .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -35,6 +35,12 @@ __all__ = [
 
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
+_ADVICE = {
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.EACCES: "choose a directory that you may write to",
+    errno.EPERM: "choose a directory that you may write to",
+    errno.EROFS: "choose a directory on a file system that is not read-only",
+}
 _COPY_NBYTES = 8 * 2**20
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
 
@@ -51,8 +57,8 @@ def _named(what: str, path: Path) -> Iterator[None]:
         message = f"{what} {path}: {os.strerror(code)}"
         if code in _NO_ROOM:
             raise CapacityError(code, f"{message}; free space or quota there") from error
-        if code == errno.EMFILE:
-            message += "; raise the limit on open files (ulimit -n)"
+        if code in _ADVICE:
+            message += f"; {_ADVICE[code]}"
         raise TransferError(code, message) from error
 
 

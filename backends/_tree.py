@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -26,18 +27,14 @@ from typing import Any
 from tierstore.backends import _direct_io
 from tierstore.errors import CapacityError, CorruptError, StateError, TierStoreError
 from tierstore.layout import StateLayout
+from tierstore.metrics import readable
 from tierstore.records import ArrayKey, Commit, Identity, OptimizerLayout
 from tierstore.zarr_format import FORMAT_VERSION, ArrayFormat, group_metadata
 
-__all__ = ["GENERATIONS", "ChunkFile", "Lease", "RankTree", "rank_directory_name"]
+__all__ = ["GENERATIONS", "ChunkFile", "Lease", "RankTree"]
 
 GENERATIONS = ("gen-a", "gen-b")
 _METADATA = "zarr.json"
-
-
-def rank_directory_name(rank: int) -> str:
-    """Name of a rank's group in the root."""
-    return f"rank-{rank:05d}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +120,32 @@ class RankTree:
         if nbytes > free_nbytes:
             raise CapacityError(
                 errno.ENOSPC,
-                f"{self.path} needs {nbytes:,} bytes ({nbytes / 2**30:.2f} GiB) for {generations} "
-                f"generation(s) of optimizer state, and {free_nbytes:,} "
-                f"({free_nbytes / 2**30:.2f} GiB) are free there. Free space or choose another "
+                f"{self.path} needs {nbytes:,} bytes ({readable(nbytes)}) for {generations} "
+                f"generation(s) of optimizer state, and {free_nbytes:,} ({readable(free_nbytes)}) "
+                f"are free there{self._say_earlier_runs()}. Free space or choose another "
                 "--optimizer-state-dir; --optimizer-state-recovery=none needs one generation only",
             )
+
+    def earlier_runs(self) -> list[str]:
+        """Names of the stores of other runs in the same directory."""
+        root = self.path.parent
+        found = {path.parent.parent for path in root.parent.glob("*/rank-*/zarr.json")}
+        return sorted(path.name for path in found if path != root)
+
+    def _say_earlier_runs(self) -> str:
+        runs = self.earlier_runs()
+        return (
+            f", beside the stores of {len(runs)} other runs ({', '.join(runs[:5])})" if runs else ""
+        )
+
+    def remove(self) -> None:
+        """Remove the rank's directory, and the root if no other rank is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        root = self.path.parent
+        with contextlib.suppress(OSError):
+            if os.listdir(root) == [_METADATA]:
+                (root / _METADATA).unlink()
+                root.rmdir()
 
     def create(self, identity: Identity, role: str) -> None:
         """Make the rank's directory with its metadata; it must not exist.
@@ -179,7 +197,26 @@ class RankTree:
             _direct_io.sync_directory(self.path)
             _direct_io.sync_directory(root)
         except BaseException:
-            shutil.rmtree(self.path, ignore_errors=True)
+            self.remove()
+            raise
+
+    @contextlib.contextmanager
+    def of_one_generation(self, identity: Identity, role: str, commit: Commit) -> Iterator[str]:
+        """Make a tree with one generation, let the block fill its chunk files, and finish it.
+
+        Raises
+        ------
+        CapacityError, StateError, TransferError
+            As `require_space`, `create` and the block; nothing is left behind.
+        """
+        self.require_space()
+        self.create(identity, role)
+        try:
+            self.create_generation(GENERATIONS[0])
+            yield GENERATIONS[0]
+            self.finish(GENERATIONS[0], commit, identity.nonce)
+        except BaseException:
+            self.remove()
             raise
 
     def create_generation(self, generation: str) -> None:

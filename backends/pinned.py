@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from tierstore.backends import _direct_io
 from tierstore.backends._host_memory import HostSlab
 from tierstore.backends._io_threads import IoThreads
-from tierstore.backends._tree import GENERATIONS, RankTree, rank_directory_name
+from tierstore.backends._tree import RankTree
 from tierstore.errors import ConfigError
 from tierstore.records import ArrayKey, Commit
 from tierstore.store import Capabilities, Probe, TierStore, Transfer
@@ -60,6 +59,7 @@ class PinnedStore(TierStore):
         # A rank may own nothing of an optimizer; a slab needs a byte.
         self._slab = HostSlab(max(nbytes, BLOCK_NBYTES), self.device)
         self.host_nbytes = self._slab.nbytes
+        self.mode = self.probe(self.config, self.device).mode
         self._copiers = IoThreads(self.config.io_threads, "tierstore-copy")
 
     def _begin(self) -> None:
@@ -109,12 +109,8 @@ class PinnedStore(TierStore):
         """Nothing to do: the slab is the state."""
 
     def _snapshot(self, target: Path, commit: Commit) -> None:
-        tree = RankTree(target / rank_directory_name(self.identity.rank), self.optimizers)
-        tree.require_space()
-        tree.create(self.identity, self.config.role)
-        try:
-            generation = GENERATIONS[0]
-            tree.create_generation(generation)
+        tree = RankTree(target / self.identity.directory_name, self.optimizers)
+        with tree.of_one_generation(self.identity, self.config.role, commit) as generation:
             direct = not _direct_io.direct_io_refused(tree.path)
             trailer = mmap.mmap(-1, BLOCK_NBYTES)
             for key in tree.formats:
@@ -130,10 +126,6 @@ class PinnedStore(TierStore):
                         )
             for chunk in tree.chunks(generation):
                 _direct_io.sync_data(chunk.path)
-            tree.finish(generation, commit, self.identity.nonce)
-        except BaseException:
-            shutil.rmtree(tree.path, ignore_errors=True)
-            raise
 
     def _close(self, discard: bool) -> None:
         with contextlib.suppress(AttributeError):  # closed before it was allocated

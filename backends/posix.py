@@ -17,7 +17,6 @@ from tierstore.backends._tree import (
     GENERATIONS,
     Lease,
     RankTree,
-    rank_directory_name,
 )
 from tierstore.errors import ConfigError, CorruptError, StateError, TierStoreError
 from tierstore.records import ArrayKey, Commit, Identity
@@ -59,8 +58,7 @@ class PosixStore(TierStore):
         self.capabilities = Capabilities(durable=True, rollback=config.recovery == "step")
         # Absolute: a trainer may change its working directory.
         root = Path(config.directory).absolute() / f"{config.role}-{identity.nonce}"
-        self.path = root / rank_directory_name(identity.rank)
-        self.mode = "unknown"
+        self.path = root / identity.directory_name
         self._made = False
         # What each generation holds; the current one is the one that holds `committed`.
         self._holds: dict[str, Commit] = {}
@@ -91,10 +89,23 @@ class PosixStore(TierStore):
     def _allocate(self) -> None:
         probe = self.probe(self.config, self.device)
         if not probe.ok:
-            raise ConfigError(f"the nvme tier can't run: {probe.reason}")
+            raise ConfigError(
+                f"the nvme tier can't run in {self.config.directory}: {probe.reason}. Choose a "
+                "directory on a local drive that you may write to (--optimizer-state-dir)"
+            )
         self._tree = RankTree(self.path, self.optimizers)
         generations = GENERATIONS[: 2 if self.config.recovery == "step" else 1]
         self._tree.require_space(len(generations))
+        earlier = self._tree.earlier_runs()
+        if earlier and self.identity.rank == 0:
+            _logger.info(
+                "%s: %d stores of other runs are in %s and stay untouched (%s); remove those of "
+                "runs that have ended",
+                self,
+                len(earlier),
+                self.config.directory,
+                ", ".join(earlier[:5]),
+            )
         # Blocks first: their errors come before anything is on the drive.
         self._start(probe.reason)
         try:
@@ -106,7 +117,7 @@ class PosixStore(TierStore):
                 self._made = True
             except BaseException:
                 # Only what this call made: the directory was made by it, and by nobody else.
-                shutil.rmtree(self.path, ignore_errors=True)
+                self._tree.remove()
                 raise
         except BaseException:
             self._resources.close()
@@ -336,25 +347,17 @@ class PosixStore(TierStore):
     def _snapshot(self, target: Path, commit: Commit) -> None:
         if self._current is None:
             raise StateError(f"{self}: there is no current generation")
-        tree = RankTree(target / self.path.name, self.optimizers)
-        tree.require_space()
-        tree.create(self.identity, self.config.role)
-        try:
-            generation = GENERATIONS[0]
-            tree.create_generation(generation)
+        tree = RankTree(target / self.identity.directory_name, self.optimizers)
+        with tree.of_one_generation(self.identity, self.config.role, commit) as generation:
             for source, copy in zip(
                 self._tree.chunks(self._current), tree.chunks(generation), strict=True
             ):
                 _direct_io.copy_data(source.path, copy.path, source.nbytes)
-            tree.finish(generation, commit, self.identity.nonce)
-        except BaseException:
-            shutil.rmtree(tree.path, ignore_errors=True)
-            raise
 
     def _close(self, discard: bool) -> None:
         # While the lease is still held, so that nobody else can have taken the directory up.
         if discard and self._made:
-            shutil.rmtree(self.path, ignore_errors=True)
+            self._tree.remove()
         self._resources.close()
 
 

@@ -158,8 +158,6 @@ def lbfgs(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
 # What is right: factory, arrays, scalars, cut_numel.
 STUDIED: dict[str, tuple[Make, tuple[str, ...], tuple[str, ...], int]] = {
-    "adagrad": (partial(torch.optim.Adagrad, lr_decay=0.1), ("sum",), STEP, 1),
-    "adagrad-foreach": (partial(torch.optim.Adagrad, foreach=True), ("sum",), STEP, 1),
     "adam": (partial(torch.optim.Adam), ADAM, STEP, 1),
     "adam-amsgrad": (partial(torch.optim.Adam, amsgrad=True), AMSGRAD, STEP, 1),
     "adam-foreach": (partial(torch.optim.Adam, foreach=True), ADAM, STEP, 1),
@@ -219,6 +217,8 @@ STUDIED: dict[str, tuple[Make, tuple[str, ...], tuple[str, ...], int]] = {
 # Elementwise as well, but with a start that not everybody can lay out, or with kernels that not
 # every build has: right or refused.
 EITHER: dict[str, Make] = {
+    "adagrad": partial(torch.optim.Adagrad, lr_decay=0.1),
+    "adagrad-foreach": partial(torch.optim.Adagrad, foreach=True),
     "adagrad-fused": partial(torch.optim.Adagrad, fused=True),
     "adagrad-start": partial(torch.optim.Adagrad, initial_accumulator_value=0.1),
     "adam-capturable": partial(torch.optim.Adam, capturable=True),

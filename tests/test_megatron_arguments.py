@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tierstore.adapters.megatron import arguments
 from tierstore.adapters.megatron.arguments import add_arguments, config_from_args, parse_nbytes
 from tierstore.adapters.megatron.guards import refuse_arguments
 from tierstore.config import TierConfig
@@ -57,10 +58,25 @@ def test_every_flag_arrives() -> None:
     )
 
 
-@pytest.mark.parametrize("tier", ["nvme", "gds"])
-def test_file_tiers_need_a_directory(tier: str) -> None:
+def test_file_tiers_need_a_directory() -> None:
     with pytest.raises(ConfigError, match="needs --optimizer-state-dir"):
-        config_from_args(parse(f"--optimizer-state-tier={tier}"))
+        config_from_args(parse("--optimizer-state-tier=nvme"))
+
+
+def test_a_tier_that_is_not_there_is_said_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"gds tier is not in this installation.*cpu, nvme"):
+        config_from_args(parse("--optimizer-state-tier=gds"))
+
+
+def test_tiers_of_others_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "available_tiers", lambda: dict.fromkeys(["cpu", "mine"]))
+    config = config_from_args(parse("--optimizer-state-tier=mine"))
+    assert config == TierConfig(tier="mine")
+
+
+def test_a_directory_without_a_tier_is_remarked_on(caplog: pytest.LogCaptureFixture) -> None:
+    assert config_from_args(parse(*DIRECTORY)) is None
+    assert "stays where it is" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,29 @@ def test_what_was_never_committed_is_not_left_behind(tmp_path: Path) -> None:
     with make_store(tmp_path) as store:
         store.allocate([make_optimizer()])
         write_generation(store, 1, commit=False)
-    assert not store.path.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_stores_of_other_runs_are_reported_and_left_alone(
+    tmp_path: Path, small_tmpfs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for directory in (tmp_path / "stores", small_tmpfs):
+        with make_store(directory) as store:
+            store.allocate([make_optimizer(numel=3000)])
+            write_generation(store, 1)
+    caplog.set_level("INFO", logger="tierstore")
+    config = TierConfig(tier="nvme", directory=tmp_path / "stores", role="critic")
+    with PosixStore(config, CpuDevice(), Identity(nonce="1234")) as other:
+        other.allocate([make_optimizer()])
+    assert "1 stores of other runs" in caplog.text
+    assert "train-0badcafe" in caplog.text
+    assert (tmp_path / "stores" / "train-0badcafe" / "rank-00000").is_dir()
+    config = TierConfig(tier="nvme", directory=small_tmpfs)
+    with (
+        PosixStore(config, CpuDevice(), Identity(nonce="1234")) as other,
+        pytest.raises(CapacityError, match=r"1 other runs \(train-0badcafe\)"),
+    ):
+        other.allocate([make_optimizer(numel=100_000)])
 
 
 def test_discarding_removes_a_new_store_and_never_an_opened_one(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class TierConfig:
         Cap on the page-locked memory of a rank: what file tiers pass tiles through, or the whole
         state on the cpu tier. None is as much as `slots` tiles in and out need, or the state.
     role
-        Keeps two stores of one job apart (an actor and a critic).
+        First part of the names of the directories that this run makes (``actor``, ``critic``).
     recovery
         ``step``: a crash at any point leaves the last finished step whole (needs the space
         twice). ``none``: overwrite in place; a crash in mid-step loses the state.
@@ -82,7 +82,9 @@ class TierConfig:
         if self.slots < 1:
             wrong.append(f"slots is {self.slots}; at least 1 is needed, 4 are usual")
         if self.host_memory_nbytes is not None and self.host_memory_nbytes < 1:
-            wrong.append(f"host_memory_nbytes is {self.host_memory_nbytes}; None is for no cap")
+            wrong.append(
+                f"host_memory_nbytes is {self.host_memory_nbytes}; leave it out for no cap"
+            )
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", str(self.role)):
             wrong.append(
                 f"role is {self.role!r}; it becomes part of a directory name: up to 64 letters, "

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["SweepMetrics"]
+__all__ = ["GIB", "SweepMetrics", "readable"]
 
 GIB = 2**30
+
+
+def readable(nbytes: float) -> str:
+    """A number of bytes for people, in units of 1024.
+
+    Examples
+    --------
+    >>> readable(6291456), readable(3 * 2**30), readable(100)
+    ('6.00 MiB', '3.00 GiB', '100 B')
+    """
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes:.0f} B"
 
 
 @dataclass(slots=True, kw_only=True)

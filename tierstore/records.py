@@ -99,6 +99,11 @@ class Identity:
     rank: int = 0
     topology: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
+    @property
+    def directory_name(self) -> str:
+        """Name of the rank's group in a zarr root."""
+        return f"rank-{self.rank:05d}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:

@@ -109,7 +109,8 @@ class TierStore(ABC):
     """State arrays of one rank on one tier.
 
     A tier is added by subclassing this, registering the class under the entry point group
-    ``tierstore.backends``, and subclassing ``tierstore.testing.TierStoreTests`` for its tests.
+    ``tierstore.backends``, and subclassing ``tierstore.testing.conformance.TierStoreTests`` for
+    its tests (which need the extra ``test``).
 
     Parameters
     ----------
@@ -127,6 +128,8 @@ class TierStore(ABC):
         known after `allocate`. The caller keeps to them; a store never waits for a place.
     host_nbytes
         Host memory that the store holds, page-locked where there is CUDA.
+    mode
+        How bytes really move, as `Probe.mode` has it; known after `allocate`.
     """
 
     tier: ClassVar[str]
@@ -140,6 +143,7 @@ class TierStore(ABC):
         self.committed: Commit | None = None
         self.read_sets = self.write_sets = config.slots
         self.host_nbytes = 0
+        self.mode = "unknown"
         self._phase = "new"
         self._owner_pid = os.getpid()
         self._unwritten: dict[ArrayKey, set[int]] = {}
@@ -184,7 +188,13 @@ class TierStore(ABC):
 
     @abstractmethod
     def _snapshot(self, target: Path, commit: Commit) -> None:
-        """Write the current generation below the directory `target`."""
+        """Write the current generation below the directory `target`, which may not exist yet.
+
+        Each array becomes ``<target>/<identity.directory_name>/gen-a/<optimizer>/<array>``, with
+        metadata and chunk files as `ArrayFormat` has them; the attributes of ``gen-a`` hold
+        ``{"tierstore": {"state": "complete", "step": ...}}``, written last. On an error nothing
+        of it is left.
+        """
 
     @abstractmethod
     def _close(self, discard: bool) -> None:
@@ -376,13 +386,16 @@ class TierStore(ABC):
         Raises
         ------
         StateError
-            Nothing committed, or in the middle of a step.
+            Nothing committed, in the middle of a step, or this rank's group exists there already.
         CapacityError, TransferError
             What writing met; what was written of this rank's group is removed.
         """
         self._require("idle")
         if self.committed is None:
             raise StateError(f"{self}: nothing was committed yet, so there is nothing to keep")
+        place = Path(target) / self.identity.directory_name
+        if place.exists():
+            raise StateError(f"{place} exists already, and nothing is ever overwritten there")
         self._snapshot(Path(target), self.committed)
 
     def open(self, path: Path) -> None:

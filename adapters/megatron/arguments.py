@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from tierstore.adapters.megatron.guards import refuse_arguments
 from tierstore.config import RECOVERY_MODES, TierConfig
 from tierstore.errors import ConfigError
 from tierstore.layout import DEFAULT_TILE_NUMEL, MAX_CHUNK_NUMEL
+from tierstore.registry import available_tiers
 
 __all__ = ["add_arguments", "config_from_args", "parse_nbytes"]
 
-TIERS = ("none", "nvme", "gds", "cpu")
+_FILE_TIERS = ("nvme", "gds")
+_logger = logging.getLogger("tierstore.megatron")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -25,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--optimizer-state-tier",
-        choices=TIERS,
+        choices=list(dict.fromkeys(["none", *_FILE_TIERS, "cpu", *sorted(available_tiers())])),
         default="none",
         help="where the state lives: files through direct I/O (nvme), files through GPUDirect "
         "Storage (gds), page-locked host memory (cpu); none leaves Megatron as it is",
@@ -35,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=Path,
         default=None,
         metavar="DIR",
-        help="local directory for the file tiers; each run makes one of its own in it",
+        help="directory on a local drive for the file tiers; each run makes one of its own in it, "
+        "<role>-<nonce>, and leaves it there: remove those of runs that have ended",
     )
     group.add_argument(
         "--optimizer-state-chunk-numel",
@@ -84,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--optimizer-state-role",
         default="train",
         metavar="NAME",
-        help="keeps stores of one job apart, an actor's and a critic's (default: %(default)s)",
+        help="first part of the names of this run's directories (default: %(default)s)",
     )
     return parser
 
@@ -118,8 +122,18 @@ def config_from_args(args: argparse.Namespace | Any) -> TierConfig | None:
         options does not go with tiered state; the message names all of them.
     """
     if args.optimizer_state_tier == "none":
+        if args.optimizer_state_dir is not None:
+            _logger.warning(
+                "--optimizer-state-dir is given and --optimizer-state-tier is none: the optimizer "
+                "state stays where it is"
+            )
         return None
-    if args.optimizer_state_tier != "cpu" and args.optimizer_state_dir is None:
+    if args.optimizer_state_tier not in available_tiers():
+        raise ConfigError(
+            f"the {args.optimizer_state_tier} tier is not in this installation of tierstore; it "
+            f"has {', '.join(sorted(available_tiers()))}"
+        )
+    if args.optimizer_state_tier in _FILE_TIERS and args.optimizer_state_dir is None:
         raise ConfigError(
             f"--optimizer-state-tier={args.optimizer_state_tier} needs --optimizer-state-dir, a "
             "directory on a local drive"

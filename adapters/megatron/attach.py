@@ -16,6 +16,7 @@ from tierstore.adapters.megatron.names import name_parameters
 from tierstore.adapters.megatron.tiered import TieredOptimizer
 from tierstore.device import open_device
 from tierstore.errors import ConfigError, StateError
+from tierstore.metrics import readable
 from tierstore.records import Identity
 from tierstore.registry import tier_class
 from tierstore.state import RankState
@@ -157,13 +158,16 @@ def attach(optimizer: Any, config: TierConfig) -> Handle:
     handle = Handle(state, tiered)
     for entry in tiered:
         entry.bind(handle)
-    nbytes = sum(entry.nbytes for entry in state.optimizers.values())
+    layouts = [entry.layout for entry in state.optimizers.values()]
     _logger.info(
-        "%s: %.3f GiB of state, window %.3f GiB, host memory %.3f GiB%s",
+        "%s: %s of state, %s, window %s, host memory %s, tiles of %s and chunks of %s elements%s",
         state.store,
-        nbytes / 2**30,
-        state.window.nbytes / 2**30,
-        state.store.host_nbytes / 2**30,
+        readable(sum(entry.nbytes for entry in state.optimizers.values())),
+        state.store.mode,
+        readable(state.window.nbytes),
+        readable(state.store.host_nbytes),
+        max(layout.tile_numel for layout in layouts),
+        max(layout.chunk_numel for layout in layouts),
         f", in {handle.rank_path}" if handle.rank_path else "",
     )
     return handle

@@ -107,8 +107,8 @@ def _raise_if_any(found: list[str]) -> None:
     if found:
         listed = "\n".join(f"  - {line}" for line in dict.fromkeys(found))
         raise ConfigError(
-            "--optimizer-state-tier can't be used together with the following; switch these off, "
-            f"or use --optimizer-state-tier=none:\n{listed}"
+            "--optimizer-state-tier can't be used as things are. Change each of these, or use "
+            f"--optimizer-state-tier=none:\n{listed}"
         )
 
 
