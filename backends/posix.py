@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tierstore.backends import _direct_io
 from tierstore.backends._host_memory import Block, BlockPool
@@ -207,34 +207,28 @@ class PosixStore(TierStore):
         self, key: ArrayKey, tile: int, out: torch.Tensor, after: Sequence[Event]
     ) -> Transfer:
         transfer = Transfer()
-        self._readers.submit(
-            self._carry_in, transfer, self._take(), self._current, key, tile, out, after
-        )
+        work = self._load_and_copy, self._current, key, tile, out, after
+        self._readers.submit(self._carry, transfer, self._take(), *work)
         return transfer
 
     def _write(
         self, key: ArrayKey, tile: int, src: torch.Tensor, after: Sequence[Event]
     ) -> Transfer:
-        if not self.device.asynchronous:
-            transfer = Transfer()
-            self._writers.submit(
-                self._carry_out, transfer, self._take(), self._target, key, tile, src, after
-            )
-            return transfer
-        # Queued by the caller's thread, so that the event exists when this returns.
-        block = self._take()
-        nbytes = self._tree.formats[key].tile_nbytes
-        after = [*after, block.busy_until] if block.busy_until is not None else after
-        try:
-            block.busy_until = self.device.copy_out(
-                block.tensor[:nbytes].view(src.dtype), src, after
-            )
-        except BaseException:
-            self._blocks.give(block)
-            raise
-        transfer = Transfer()
-        transfer.device_done.set_result(block.busy_until)
-        self._writers.submit(self._finish_write, transfer, block, self._target, key, tile)
+        transfer, block = Transfer(), self._take()
+        work: tuple[Any, ...] = self._save, self._target, key, tile
+        if self.device.asynchronous:
+            # Queued by the caller's thread, so that the event exists when this returns.
+            if block.busy_until is not None:
+                after = [*after, block.busy_until]
+            try:
+                block.busy_until = self.device.copy_out(self._elements(block, key, src), src, after)
+            except BaseException:
+                self._blocks.give(block)
+                raise
+            transfer.device_done.set_result(block.busy_until)
+        else:
+            work = self._copy_and_save, transfer, self._target, key, tile, src, after
+        self._writers.submit(self._carry, transfer, block, *work)
         return transfer
 
     def _take(self) -> Block:
@@ -246,65 +240,57 @@ class PosixStore(TierStore):
                 f"{self.write_sets} written, at once"
             ) from None
 
-    # In the I/O threads. Whatever happens there, the transfer comes to an end, and the block is
-    # given back first: who sees the end may take the next block at once.
+    # In the I/O threads.
 
-    def _carry_in(
+    def _carry(
+        self, transfer: Transfer, block: Block, work: Callable[..., Event], *arguments: Any
+    ) -> None:
+        """Do the work of one transfer; whatever happens, the transfer comes to an end.
+
+        The block is given back first: who sees the end may take the next block at once.
+        """
+        try:
+            block.wait_until_free()
+            done = work(block, *arguments)
+        except BaseException as error:  # the transfer reports it
+            self._blocks.give(block)
+            transfer.fail(error)
+            return
+        self._blocks.give(block)
+        if not transfer.device_done.done():
+            transfer.device_done.set_result(done)
+        transfer.settled.set_result(None)
+
+    def _load_and_copy(
         self,
-        transfer: Transfer,
         block: Block,
         generation: str,
         key: ArrayKey,
         tile: int,
         out: torch.Tensor,
         after: Sequence[Event],
-    ) -> None:
-        try:
-            block.wait_until_free()
-            self._load(block, generation, key, tile)
-            nbytes = self._tree.formats[key].tile_nbytes
-            done = self.device.copy_in(out, block.tensor[:nbytes].view(out.dtype), after)
-            block.busy_until = done
-        except BaseException as error:  # the transfer reports it
-            self._blocks.give(block)
-            transfer.fail(error)
-        else:
-            self._blocks.give(block)
-            transfer.device_done.set_result(done)
-            transfer.settled.set_result(None)
+    ) -> Event:
+        self._load(block, generation, key, tile)
+        block.busy_until = self.device.copy_in(out, self._elements(block, key, out), after)
+        return block.busy_until
 
-    def _carry_out(
+    def _copy_and_save(
         self,
-        transfer: Transfer,
         block: Block,
+        transfer: Transfer,
         generation: str,
         key: ArrayKey,
         tile: int,
         src: torch.Tensor,
         after: Sequence[Event],
     ) -> None:
-        try:
-            nbytes = self._tree.formats[key].tile_nbytes
-            done = self.device.copy_out(block.tensor[:nbytes].view(src.dtype), src, after)
-        except BaseException as error:  # the transfer reports it
-            self._blocks.give(block)
-            transfer.fail(error)
-        else:
-            transfer.device_done.set_result(done)
-            self._finish_write(transfer, block, generation, key, tile)
+        done = self.device.copy_out(self._elements(block, key, src), src, after)
+        transfer.device_done.set_result(done)
+        self._save(block, generation, key, tile)
 
-    def _finish_write(
-        self, transfer: Transfer, block: Block, generation: str, key: ArrayKey, tile: int
-    ) -> None:
-        try:
-            block.wait_until_free()
-            self._save(block, generation, key, tile)
-        except BaseException as error:  # the transfer reports it
-            self._blocks.give(block)
-            transfer.fail(error)
-        else:
-            self._blocks.give(block)
-            transfer.settled.set_result(None)
+    def _elements(self, block: Block, key: ArrayKey, like: torch.Tensor) -> torch.Tensor:
+        """The part of a block that holds the tile, as a tensor of the array's type."""
+        return block.tensor[: self._tree.formats[key].tile_nbytes].view(like.dtype)
 
     def _load(self, block: Block, generation: str, key: ArrayKey, tile: int) -> None:
         """Fill a block from a file and check it."""

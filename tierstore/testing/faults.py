@@ -62,25 +62,25 @@ def delayed(
 
         def _start_late(self, start: Callable[[], Transfer]) -> Transfer:
             late = Transfer()
-            self._late.submit(self._carry, start, late)
+            self._late.submit(self._carry_late, start, late)
             return late
 
-        def _carry(self, start: Callable[[], Transfer], late: Transfer) -> None:
-            self._wait()
+        def _carry_late(self, start: Callable[[], Transfer], late: Transfer) -> None:
+            self._dawdle()
             try:
                 transfer = start()
                 event = transfer.device_done.result()
-                self._wait()
+                self._dawdle()
                 late.device_done.set_result(event)
                 transfer.settled.result()
                 del transfer
             except BaseException as error:  # the transfer reports it
                 late.fail(error)
                 return
-            self._wait()
+            self._dawdle()
             late.settled.set_result(None)
 
-        def _wait(self) -> None:
+        def _dawdle(self) -> None:
             with self._random_lock:
                 delay_s = self._random.random() * longest_s
             time.sleep(delay_s)
