@@ -8,6 +8,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from tierstore.errors import CapacityError
+from tierstore.metrics import readable
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +48,7 @@ class HostSlab:
         except (OSError, OverflowError, ValueError) as error:
             raise CapacityError(
                 12,  # ENOMEM
-                f"the host has no {nbytes:,} bytes ({nbytes / 2**30:.2f} GiB) to hold state in; "
+                f"the host has no {nbytes:,} bytes ({readable(nbytes)}) to hold state in; "
                 "choose a file tier, or give each host fewer ranks",
             ) from error
         if nbytes >= _HUGE_PAGE_NBYTES:

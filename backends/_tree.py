@@ -66,7 +66,7 @@ class RankTree:
         self.path = path
         self.optimizers = optimizers
         self.formats = {
-            key: entry.format(key.name) for entry in optimizers.values() for key in entry.keys()
+            key: entry.formats[key.name] for entry in optimizers.values() for key in entry.keys()
         }
 
     @property

@@ -14,7 +14,8 @@ from tierstore.backends._host_memory import HostSlab
 from tierstore.backends._io_threads import IoThreads
 from tierstore.backends._tree import RankTree
 from tierstore.errors import ConfigError
-from tierstore.records import ArrayKey, Commit
+from tierstore.metrics import readable
+from tierstore.records import ArrayKey, Commit, Identity
 from tierstore.store import Capabilities, Probe, TierStore, Transfer
 from tierstore.zarr_format import BLOCK_NBYTES, CHECKSUM_NBYTES, checksum
 
@@ -37,6 +38,10 @@ class PinnedStore(TierStore):
     tier: ClassVar[str] = "cpu"
     capabilities = Capabilities(durable=False, rollback=False)
 
+    def __init__(self, config: TierConfig, device: Device, identity: Identity) -> None:
+        super().__init__(config, device, identity)
+        self._resources = contextlib.ExitStack()
+
     @classmethod
     def probe(cls, config: TierConfig, device: Device) -> Probe:
         """See `TierStore`."""
@@ -49,18 +54,20 @@ class PinnedStore(TierStore):
         for entry in self.optimizers.values():
             for key in entry.keys():
                 self._starts[key] = nbytes
-                nbytes += entry.layout.n_tiles * entry.format(key.name).tile_nbytes
+                nbytes += entry.layout.n_tiles * entry.formats[key.name].tile_nbytes
         cap = self.config.host_memory_nbytes
         if cap is not None and nbytes > cap:
             raise ConfigError(
-                f"{self}: the state is {nbytes:,} bytes ({nbytes / 2**30:.2f} GiB), and "
+                f"{self}: the state is {nbytes:,} bytes ({readable(nbytes)}), and "
                 f"--optimizer-state-host-memory allows {cap:,}. Raise it, or choose a file tier"
             )
         # A rank may own nothing of an optimizer; a slab needs a byte.
         self._slab = HostSlab(max(nbytes, BLOCK_NBYTES), self.device)
+        self._resources.callback(self._slab.close)
         self.host_nbytes = self._slab.nbytes
         self.mode = self.probe(self.config, self.device).mode
         self._copiers = IoThreads(self.config.io_threads, "tierstore-copy")
+        self._resources.callback(self._copiers.close)
 
     def _begin(self) -> None:
         """Nothing to do: what is written takes the place of what was there."""
@@ -98,7 +105,7 @@ class PinnedStore(TierStore):
             transfer.settled.set_result(None)
 
     def _bytes(self, key: ArrayKey, tile: int) -> slice:
-        nbytes = self.optimizers[key.optimizer].format(key.name).tile_nbytes
+        nbytes = self.optimizers[key.optimizer].formats[key.name].tile_nbytes
         start = self._starts[key] + tile * nbytes
         return slice(start, start + nbytes)
 
@@ -128,6 +135,4 @@ class PinnedStore(TierStore):
                 _direct_io.sync_data(chunk.path)
 
     def _close(self, discard: bool) -> None:
-        with contextlib.suppress(AttributeError):  # closed before it was allocated
-            self._copiers.close()
-            self._slab.close()
+        self._resources.close()

@@ -105,7 +105,7 @@ def test_files_are_of_the_owner_only_and_preallocated(store: PosixStore) -> None
 
 @pytest.mark.parametrize("place", ["element", "checksum"])
 def test_a_flipped_bit_is_refused_by_us_and_by_zarr(store: PosixStore, place: str) -> None:
-    form = store.optimizers["opt-0"].format("exp_avg")
+    form = store.optimizers["opt-0"].formats["exp_avg"]
     offset = form.tile_offset(1) + (17 if place == "element" else form.tile_nbytes + 2)
     with chunk_file(store).open("r+b") as file:
         file.seek(offset)

@@ -124,9 +124,7 @@ class ShardUpdate:
             and mine.weight.dtype == other.weight.dtype
             # A vector kernel treats the last elements of a tensor differently.
             and (self._habit.cut_numel == 1 or left.numel % CUT_NUMEL == 0)
-            and _adjacent(
-                mine.weight[left.shard_start :][: left.numel], other.weight[right.shard_start :]
-            )
+            and _adjacent(mine.weight[left.in_shard], other.weight[right.in_shard])
         )
 
     def begin(self) -> None:
@@ -188,7 +186,7 @@ class ShardUpdate:
         mine, other = self._grads[left.shard], self._grads[right.shard]
         if mine is None or other is None:
             return mine is other
-        return _adjacent(mine[left.shard_start :][: left.numel], other[right.shard_start :])
+        return _adjacent(mine[left.in_shard], other[right.in_shard])
 
     def _run(self, part: list[Extent], arrays: dict[str, torch.Tensor]) -> Run:
         first, last = part[0], part[-1]

@@ -124,6 +124,16 @@ class Extent:
     shard_start: int
     numel: int
 
+    @property
+    def in_tile(self) -> slice:
+        """The run's elements in the tile."""
+        return slice(self.tile_start, self.tile_start + self.numel)
+
+    @property
+    def in_shard(self) -> slice:
+        """The run's elements in the shard."""
+        return slice(self.shard_start, self.shard_start + self.numel)
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:

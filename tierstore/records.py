@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ class ArrayKey:
         return f"{self.optimizer}/{self.name}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimizerLayout:
     """The arrays of one optimizer.
 
@@ -68,17 +69,20 @@ class OptimizerLayout:
     @property
     def nbytes(self) -> int:
         """Bytes of the elements of all arrays."""
-        return sum(self.layout.numel * self.format(array).type.itemsize for array in self.arrays)
+        return sum(form.numel * form.type.itemsize for form in self.formats.values())
 
-    def format(self, array: str, *, checksums: bool = True) -> ArrayFormat:
-        """Places and metadata of one array's chunk files."""
-        return ArrayFormat(
-            dtype=self.arrays[array],
-            numel=self.layout.numel,
-            chunk_numel=self.layout.chunk_numel,
-            tile_numel=self.layout.tile_numel,
-            checksums=checksums,
-        )
+    @cached_property
+    def formats(self) -> Mapping[str, ArrayFormat]:
+        """Places and metadata of each array's chunk files."""
+        return {
+            name: ArrayFormat(
+                dtype=dtype,
+                numel=self.layout.numel,
+                chunk_numel=self.layout.chunk_numel,
+                tile_numel=self.layout.tile_numel,
+            )
+            for name, dtype in self.arrays.items()
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tierstore.errors import StateError
-from tierstore.metrics import SweepMetrics
+from tierstore.metrics import GIB, SweepMetrics
 from tierstore.stream import StateStream, TileViews
 from tierstore.window import Window
 
@@ -137,7 +137,7 @@ class RankState:
             self.store.identity.rank,
             self.store.tier,
             self.last.line(),
-            self.window.nbytes / 2**30,
+            self.window.nbytes / GIB,
         )
 
     def rollback(self) -> None:

@@ -69,7 +69,7 @@ class StateStream:
         self._store = store
         self._optimizer = optimizer
         self._window = window
-        self._set_nbytes = sum(optimizer.format(name).tile_nbytes for name in optimizer.arrays)
+        self._set_nbytes = sum(form.tile_nbytes for form in optimizer.formats.values())
 
     def sweep(
         self,

@@ -36,9 +36,9 @@ class Slot:
         import torch
 
         views, start = {}, 0
-        for name, dtype in optimizer.arrays.items():
-            stop = start + optimizer.format(name).tile_nbytes
-            views[name] = self._bytes[start:stop].view(getattr(torch, dtype))
+        for name, form in optimizer.formats.items():
+            stop = start + form.tile_nbytes
+            views[name] = self._bytes[start:stop].view(getattr(torch, form.dtype))
             start = stop
         return views
 
@@ -59,7 +59,7 @@ class Window:
     def __init__(self, device: Device, slots: int, optimizers: Sequence[OptimizerLayout]) -> None:
         slots = max(1, min(slots, max(entry.layout.n_tiles for entry in optimizers)))
         slot_nbytes = max(
-            sum(entry.format(name).tile_nbytes for name in entry.arrays) for entry in optimizers
+            sum(form.tile_nbytes for form in entry.formats.values()) for entry in optimizers
         )
         self.nbytes = slots * slot_nbytes
         # One allocation, aligned so that every view in it starts at a whole block.

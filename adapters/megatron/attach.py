@@ -223,9 +223,9 @@ def _warn_of_copied_gradients(chain: list[Any]) -> None:
     if numel:
         _logger.warning(
             "gradients are reduced in 16 bits: Megatron copies this rank's part of them to fp32 "
-            "for the step, %.3f GiB of device memory; --accumulate-allreduce-grads-in-fp32 (or "
+            "for the step, %s of device memory; --accumulate-allreduce-grads-in-fp32 (or "
             "grad_reduce_in_fp32) needs no copy",
-            numel * 4 / 2**30,
+            readable(numel * 4),
         )
 
 

@@ -109,8 +109,7 @@ class TieredOptimizer:
         """Put the main params on a tile whose moments are zeros, as they are before step 1."""
         for extent in self._layout.extents(views.tile.index):
             main = self._owned[extent.shard].bound.main.detach()
-            place = views.arrays["main"][extent.tile_start : extent.tile_start + extent.numel]
-            place.copy_(main[extent.shard_start : extent.shard_start + extent.numel])
+            views.arrays["main"][extent.in_tile].copy_(main[extent.in_shard])
 
     def step(self, closure: None = None) -> None:
         """The inner optimizer's step: stream all tiles through the update."""
@@ -134,11 +133,8 @@ class TieredOptimizer:
         def take(views: TileViews) -> None:
             for extent in self._layout.extents(views.tile.index):
                 if extent.shard == index:
-                    stop = extent.tile_start + extent.numel
                     for name, whole in found.items():
-                        whole[extent.shard_start : extent.shard_start + extent.numel].copy_(
-                            views.arrays[name][extent.tile_start : stop]
-                        )
+                        whole[extent.in_shard].copy_(views.arrays[name][extent.in_tile])
 
         self.state.look(self.name, take, self._layout.tiles_of(index))
         main = found.pop("main")
@@ -182,10 +178,8 @@ class TieredOptimizer:
 
     def _put_staged(self, views: TileViews) -> None:
         for extent in self._layout.extents(views.tile.index):
-            stop = extent.tile_start + extent.numel
             for name, whole in self._staged.get(extent.shard, {}).items():
-                part = whole[extent.shard_start : extent.shard_start + extent.numel]
-                views.arrays[name][extent.tile_start : stop].copy_(part)
+                views.arrays[name][extent.in_tile].copy_(whole[extent.in_shard])
 
     def refresh_main(self, state_dict: dict[str, Any] | None = None) -> None:
         """Megatron's ``_copy_model_params_to_main_params``: weights, or a state dict's, to main."""
@@ -198,13 +192,11 @@ class TieredOptimizer:
         def put(views: TileViews) -> None:
             for extent in self._layout.extents(views.tile.index):
                 entry = self._owned[extent.shard]
-                first = entry.shard.param_start + extent.shard_start
-                part = sources[entry.parameter].detach().view(-1)[first : first + extent.numel]
-                stop = extent.tile_start + extent.numel
-                views.arrays["main"][extent.tile_start : stop].copy_(part)
+                whole = sources[entry.parameter].detach().view(-1)[entry.shard.param_start :]
+                part = whole[extent.in_shard]
+                views.arrays["main"][extent.in_tile].copy_(part)
                 if entry.bound.weight_is_main:
-                    first = extent.shard_start
-                    entry.bound.weight[first : first + extent.numel].copy_(part)
+                    entry.bound.weight[extent.in_shard].copy_(part)
 
         self.state.rewrite({self.name: put})
 

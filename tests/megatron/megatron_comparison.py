@@ -162,7 +162,7 @@ def _counters(handle: Handle) -> Counters:
 def _state_nbytes(handle: Handle) -> int:
     """Return what one step has to move each way: all arrays in whole tiles."""
     return sum(
-        entry.layout.n_tiles * entry.format(name).tile_nbytes
+        entry.layout.n_tiles * entry.formats[name].tile_nbytes
         for entry in handle._state.optimizers.values()
         for name in entry.arrays
     )

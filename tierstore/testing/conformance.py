@@ -52,7 +52,7 @@ def tile_values(optimizer: OptimizerLayout, key: ArrayKey, tile: int, seed: int)
 
     entropy = [seed, tile, *key.optimizer.encode(), *key.name.encode()]
     bits = np.random.default_rng(entropy).integers(
-        0, 256, optimizer.format(key.name).tile_nbytes, dtype=np.uint8
+        0, 256, optimizer.formats[key.name].tile_nbytes, dtype=np.uint8
     )
     dtype: torch.dtype = getattr(torch, optimizer.arrays[key.name])
     return torch.from_numpy(bits).view(dtype)
@@ -81,7 +81,7 @@ def read_array(store: TierStore, key: ArrayKey) -> list[torch.Tensor]:
     tiles = []
     for tile in range(optimizer.layout.n_tiles):
         dtype = getattr(torch, optimizer.arrays[key.name])
-        out = store.device.empty(optimizer.format(key.name).tile_nbytes).view(dtype)
+        out = store.device.empty(optimizer.formats[key.name].tile_nbytes).view(dtype)
         transfer = store.read(key, tile, out)
         store.device.wait(transfer.device_done.result(timeout=60))
         transfer.settled.result(timeout=60)
