@@ -10,8 +10,9 @@ from pathlib import Path
 from tierstore.errors import ConfigError
 from tierstore.layout import DEFAULT_TILE_NUMEL, MAX_CHUNK_NUMEL, TILE_NUMEL_MULTIPLE
 
-__all__ = ["RECOVERY_MODES", "TierConfig"]
+__all__ = ["GDS_MODES", "RECOVERY_MODES", "TierConfig"]
 
+GDS_MODES = ("auto", "require")
 RECOVERY_MODES = ("step", "none")
 
 
@@ -41,6 +42,9 @@ class TierConfig:
         twice). ``none``: overwrite in place; a crash in mid-step loses the state.
     io_threads
         Threads that read and, apart from those, threads that write.
+    gds
+        For the gds tier. ``auto``: where GPUDirect Storage is not to be had, kvikio's compatibility
+        mode carries the tiles. ``require``: refuse to start then, and say what is missing.
     timeout_s
         Seconds after which a transfer that has not come back is an error.
 
@@ -59,6 +63,7 @@ class TierConfig:
     role: str = "train"
     recovery: str = "step"
     io_threads: int = 4
+    gds: str = "auto"
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -92,6 +97,8 @@ class TierConfig:
             )
         if self.recovery not in RECOVERY_MODES:
             wrong.append(f"recovery is {self.recovery!r}; choose from {', '.join(RECOVERY_MODES)}")
+        if self.gds not in GDS_MODES:
+            wrong.append(f"gds is {self.gds!r}; choose from {', '.join(GDS_MODES)}")
         if self.io_threads < 1:
             wrong.append(f"io_threads is {self.io_threads}; at least 1 is needed")
         if not 0 < self.timeout_s <= threading.TIMEOUT_MAX:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.adapters.megatron.guards import refuse_arguments
-from tierstore.config import RECOVERY_MODES, TierConfig
+from tierstore.config import GDS_MODES, RECOVERY_MODES, TierConfig
 from tierstore.errors import ConfigError
 from tierstore.layout import DEFAULT_TILE_NUMEL, MAX_CHUNK_NUMEL
 from tierstore.registry import available_tiers
@@ -85,6 +85,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="threads that read and, apart from them, threads that write (default: %(default)s)",
     )
     group.add_argument(
+        "--optimizer-state-gds",
+        choices=GDS_MODES,
+        default="auto",
+        help="auto: where GPUDirect Storage can't be had, the gds tier runs in kvikio's "
+        "compatibility mode and says so; require: refuse to start (default: %(default)s)",
+    )
+    group.add_argument(
         "--optimizer-state-role",
         default="train",
         metavar="NAME",
@@ -148,5 +155,6 @@ def config_from_args(args: argparse.Namespace | Any) -> TierConfig | None:
         host_memory_nbytes=args.optimizer_state_host_memory,
         recovery=args.optimizer_state_recovery,
         io_threads=args.optimizer_state_io_threads,
+        gds=args.optimizer_state_gds,
         role=args.optimizer_state_role,
     )
