@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from tierstore.backends import _direct_io
 from tierstore.backends._host_memory import HostSlab
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
     from tierstore.config import TierConfig
     from tierstore.device import Device, Event
 
+    _Copy: TypeAlias = Callable[[torch.Tensor, torch.Tensor, Sequence[Event]], Event]
+
 __all__ = ["PinnedStore"]
+
+_WRITES_AHEAD = 4
 
 
 class PinnedStore(TierStore):
@@ -50,11 +54,15 @@ class PinnedStore(TierStore):
 
     def _allocate(self) -> None:
         self._starts: dict[ArrayKey, int] = {}
+        cuts = []
         nbytes = 0
         for entry in self.optimizers.values():
             for key in entry.keys():
                 self._starts[key] = nbytes
-                nbytes += entry.layout.n_tiles * entry.formats[key.name].tile_nbytes
+                tile_nbytes = entry.formats[key.name].tile_nbytes
+                for chunk in range(entry.layout.n_chunks):
+                    cuts.append(nbytes)
+                    nbytes += entry.layout.tiles_in_chunk(chunk) * tile_nbytes
         cap = self.config.host_memory_nbytes
         if cap is not None and nbytes > cap:
             raise ConfigError(
@@ -62,11 +70,16 @@ class PinnedStore(TierStore):
                 f"--optimizer-state-host-memory allows {cap:,}. Raise it, or choose a file tier"
             )
         # A rank may own nothing of an optimizer; a slab needs a byte.
-        self._slab = HostSlab(max(nbytes, BLOCK_NBYTES), self.device)
+        self._slab = HostSlab(max(nbytes, BLOCK_NBYTES), self.device, cuts)
         self._resources.callback(self._slab.close)
         self.host_nbytes = self._slab.nbytes
         self.mode = self.probe(self.config, self.device).mode
-        self._copiers = IoThreads(self.config.io_threads, "tierstore-copy")
+        # No blocks are needed on the way. The bound keeps short what is queued on a device, and
+        # is far enough ahead for it never to wait for the host.
+        self.write_sets = _WRITES_AHEAD * self.config.slots
+        # A device's copies are queued by the caller's thread, and only their ends are waited for.
+        threads = 1 if self.device.asynchronous else self.config.io_threads
+        self._copiers = IoThreads(threads, "tierstore-copy")
         self._resources.callback(self._copiers.close)
 
     def _begin(self) -> None:
@@ -82,10 +95,11 @@ class PinnedStore(TierStore):
     ) -> Transfer:
         return self._copy(self.device.copy_out, self._place(key, tile, src.dtype), src, after)
 
-    def _copy(self, copy, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event]) -> Transfer:  # type: ignore[no-untyped-def]
+    def _copy(
+        self, copy: _Copy, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event]
+    ) -> Transfer:
         transfer = Transfer()
         if self.device.asynchronous:
-            # Queued by the caller's thread; only waiting for the end needs another one.
             done = copy(dst, src, after)
             transfer.device_done.set_result(done)
             self._copiers.submit(self._settle_after, transfer, done.synchronize)
@@ -94,7 +108,7 @@ class PinnedStore(TierStore):
         return transfer
 
     @staticmethod
-    def _settle_after(transfer: Transfer, work) -> None:  # type: ignore[no-untyped-def]
+    def _settle_after(transfer: Transfer, work: Callable[[], object]) -> None:
         try:
             work()
         except BaseException as error:  # the transfer reports it

@@ -9,6 +9,7 @@ are None.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,6 +22,8 @@ __all__ = ["CpuDevice", "CudaDevice", "Device", "Event", "open_device"]
 
 # A torch.cuda.Event, or None where everything is done at once.
 Event = Any
+
+_EVENTS_PER_STREAM = 256
 
 
 class Device(Protocol):
@@ -82,6 +85,30 @@ class CpuDevice:
         """See `Device`."""
 
 
+class _EventRing:
+    """The events of one CUDA stream, used in turn, so that no tile has to make new ones.
+
+    An event that is recorded again stands for a later point of the same stream. Whoever still
+    waits for the earlier point then waits longer, and never too short; and not for ever, since all
+    that a stream waits for has been queued before it.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        import torch
+
+        self._stream = stream
+        # Blocking: a thread that waits sleeps; it does not spin on a core that others need.
+        self._events = [torch.cuda.Event(blocking=True) for _ in range(_EVENTS_PER_STREAM)]
+        # Taking the next number is atomic, and so threads may share a ring.
+        self._numbers = itertools.count()
+
+    def record(self) -> torch.cuda.Event:
+        """Event that happens when all that is queued on the stream so far is done."""
+        event = self._events[next(self._numbers) % _EVENTS_PER_STREAM]
+        event.record(self._stream)
+        return event
+
+
 class CudaDevice:
     """One CUDA device, with one stream for copies in and one for copies out.
 
@@ -99,6 +126,8 @@ class CudaDevice:
         self.torch_device = device
         self._in = torch.cuda.Stream(device)
         self._out = torch.cuda.Stream(device)
+        # By the stream's handle: the caller may use another stream at each step.
+        self._rings: dict[int, _EventRing] = {}
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """See `Device`."""
@@ -124,17 +153,19 @@ class CudaDevice:
             for event in after:
                 stream.wait_event(event)
             dst.copy_(src, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(stream)
-        return done
+            return self._record(stream)
+
+    def _record(self, stream: Any) -> Event:
+        ring = self._rings.get(stream.cuda_stream)
+        if ring is None:
+            ring = self._rings.setdefault(stream.cuda_stream, _EventRing(stream))
+        return ring.record()
 
     def mark(self) -> Event:
         """See `Device`."""
         import torch
 
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.torch_device))
-        return event
+        return self._record(torch.cuda.current_stream(self.torch_device))
 
     def wait(self, event: Event) -> None:
         """See `Device`."""

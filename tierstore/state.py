@@ -57,6 +57,9 @@ class RankState:
         store.allocate(optimizers)
         self.window = Window(store.device, store.config.slots, optimizers)
         self._streams = {entry.name: StateStream(store, entry, self.window) for entry in optimizers}
+        names = list(self._streams)
+        # In the order in which they step, and round again: which one steps after which.
+        self._next = dict(zip(names, [*names[1:], names[0]], strict=True))
         self._swept: set[str] = set()
         self._current = SweepMetrics()
         self.sweeps = 0
@@ -78,6 +81,7 @@ class RankState:
     def rewrite(self, visits: Mapping[str, Visit]) -> None:
         """Let the visits change the state outside of a step; the rest is carried over; commit."""
         self._require_between_steps()
+        self._free_window()
         self.store.begin()
         for name, stream in self._streams.items():
             stream.sweep(visits.get(name, lambda views: None))
@@ -86,6 +90,7 @@ class RankState:
     def look(self, name: str, visit: Visit, tiles: Sequence[int]) -> None:
         """Show some tiles of one optimizer's last committed state to a visit."""
         self._require_between_steps()
+        self._free_window()
         self._streams[name].sweep(visit, order=tiles, writes=False)
 
     def advance(self, name: str, visit: Visit, finish: Callable[[], None]) -> None:
@@ -113,6 +118,7 @@ class RankState:
                 f"{self.store}: {name} steps a second time, and {missing} has not stepped yet: "
                 "all optimizers of a chain must step together"
             )
+        self._free_window(but_of=name)
         if not self._swept:
             self._current = SweepMetrics()
             self.store.begin()
@@ -122,6 +128,14 @@ class RankState:
         if len(self._swept) == len(self._streams):
             self._swept.clear()
             self._commit_step()
+        # The first tiles of the next step arrive while the trainer computes its gradients.
+        self._streams[self._next[name]].prefetch()
+
+    def _free_window(self, but_of: str | None = None) -> None:
+        """Drop what was prefetched, except for one optimizer."""
+        for name, stream in self._streams.items():
+            if name != but_of:
+                stream.drop()
 
     def _commit_step(self) -> None:
         started = time.perf_counter()
@@ -154,6 +168,7 @@ class RankState:
         TransferTimeoutError
             A transfer is still on its way.
         """
+        self._free_window()
         self.store.rollback()
         self._swept.clear()
         if self.store.committed is not None:

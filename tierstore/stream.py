@@ -70,6 +70,23 @@ class StateStream:
         self._optimizer = optimizer
         self._window = window
         self._set_nbytes = sum(form.tile_nbytes for form in optimizer.formats.values())
+        self._ahead: _Sweep | None = None
+
+    def prefetch(self) -> None:
+        """Start reading the first tiles of the next sweep into the window, and return.
+
+        The next `sweep` of this stream goes on from there. Whoever wants to use the window for
+        something else calls `drop` first.
+        """
+        if self._ahead is None:
+            self._ahead = _Sweep(self._store, self._optimizer, self._window)
+            self._ahead.take_up_all()
+
+    def drop(self) -> None:
+        """Forget what `prefetch` has read, and whatever error it met."""
+        run, self._ahead = self._ahead, None
+        if run is not None:
+            run.drain()
 
     def sweep(
         self,
@@ -101,10 +118,13 @@ class StateStream:
         TransferTimeoutError
             A transfer did not come back within the configured time.
         """
-        run = _Sweep(self._store, self._optimizer, self._window, visit, order, reads, writes)
+        run = self._take_ahead() if order is None and reads and writes else None
+        if run is None:
+            self.drop()
+            run = _Sweep(self._store, self._optimizer, self._window, order, reads, writes)
         started = time.perf_counter()
         try:
-            run.to_the_end()
+            run.to_the_end(visit)
         except BaseException as error:
             run.drain()
             if writes:
@@ -116,6 +136,13 @@ class StateStream:
         metrics.written_nbytes = metrics.tiles * self._set_nbytes if writes else 0
         return metrics
 
+    def _take_ahead(self) -> _Sweep | None:
+        """The sweep that `prefetch` began, if its tiles are those of the last commit still."""
+        if self._ahead is None or self._ahead.commit is not self._store.committed:
+            return None
+        run, self._ahead = self._ahead, None
+        return run
+
 
 class _Sweep:
     """The loop of one sweep: starts what the schedule allows, then waits for what comes first."""
@@ -125,14 +152,15 @@ class _Sweep:
         store: TierStore,
         optimizer: OptimizerLayout,
         window: Window,
-        visit: Callable[[TileViews], None],
-        order: Iterable[int] | None,
-        reads: bool,
-        writes: bool,
+        order: Iterable[int] | None = None,
+        reads: bool = True,
+        writes: bool = True,
     ) -> None:
         self._store, self._optimizer, self._window = store, optimizer, window
-        self._visit, self._reads, self._writes = visit, reads, writes
+        self._reads, self._writes = reads, writes
         self._device = store.device
+        # What its tiles are of.
+        self.commit = store.committed
         self._keys = optimizer.keys()
         self._schedule = SweepSchedule(
             range(optimizer.layout.n_tiles) if order is None else order,
@@ -152,15 +180,19 @@ class _Sweep:
         self._in_window = 0
         self.metrics = SweepMetrics()
 
-    def to_the_end(self) -> None:
+    def to_the_end(self, visit: Callable[[TileViews], None]) -> None:
         while not self._schedule.done:
-            while (place := self._schedule.next_read()) is not None:
-                self._take_up(place)
+            self.take_up_all()
             if (place := self._schedule.next_visit()) is not None:
-                self._visit_tile(place)
+                self._visit_tile(place, visit)
                 self._handle_what_came()
             elif not self._schedule.done:
                 self._wait()
+
+    def take_up_all(self) -> None:
+        """Start reading as many tiles as there are slots for."""
+        while (place := self._schedule.next_read()) is not None:
+            self._take_up(place)
 
     def _take_up(self, place: Place) -> None:
         self._in_window += 1
@@ -182,7 +214,7 @@ class _Sweep:
         if not flight.pending:
             self._schedule.arrived(tile)
 
-    def _visit_tile(self, place: Place) -> None:
+    def _visit_tile(self, place: Place, visit: Callable[[TileViews], None]) -> None:
         slot = self._window.slots[place.slot]
         views = slot.views(self._optimizer)
         grid = self._optimizer.layout.tile(place.tile)
@@ -193,7 +225,7 @@ class _Sweep:
         if not self._reads:
             for view in views.values():
                 view.zero_()
-        self._visit(TileViews(grid, {name: view[: grid.numel] for name, view in views.items()}))
+        visit(TileViews(grid, {name: view[: grid.numel] for name, view in views.items()}))
         self.metrics.update_s += time.perf_counter() - started
         self.metrics.tiles += 1
         updated = self._device.mark()

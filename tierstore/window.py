@@ -25,14 +25,21 @@ class Slot:
         Events after all of which the slot may be overwritten.
     """
 
-    __slots__ = ("_bytes", "free_after")
+    __slots__ = ("_bytes", "_views", "free_after")
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._bytes = memory
+        self._views: dict[str, dict[str, torch.Tensor]] = {}
         self.free_after: list[Event] = []
 
     def views(self, optimizer: OptimizerLayout) -> dict[str, torch.Tensor]:
         """One flat tensor of ``tile_numel`` elements per array, side by side in the slot."""
+        found = self._views.get(optimizer.name)
+        if found is None:
+            found = self._views[optimizer.name] = self._cut(optimizer)
+        return found
+
+    def _cut(self, optimizer: OptimizerLayout) -> dict[str, torch.Tensor]:
         import torch
 
         views, start = {}, 0
