@@ -22,7 +22,7 @@ from tierstore.metrics import GIB, readable
 if TYPE_CHECKING:
     import torch
 
-    from tierstore.device import Device, Event
+    from tierstore.device import Device, Events
 
 __all__ = ["Block", "BlockPool", "HostSlab"]
 
@@ -185,7 +185,7 @@ class Block:
     tensor, buffer
         The same bytes, for copies and for system calls.
     busy_until
-        Event after which the block may be overwritten.
+        Events after which the block may be overwritten.
     """
 
     __slots__ = ("buffer", "busy_until", "tensor")
@@ -193,13 +193,13 @@ class Block:
     def __init__(self, tensor: torch.Tensor, buffer: memoryview) -> None:
         self.tensor = tensor
         self.buffer = buffer
-        self.busy_until: Event = None
+        self.busy_until: Events = ()
 
     def wait_until_free(self) -> None:
         """Return when no copy from or to the block is under way."""
-        if self.busy_until is not None:
-            self.busy_until.synchronize()
-            self.busy_until = None
+        for event in self.busy_until:
+            event.synchronize()
+        self.busy_until = ()
 
 
 class BlockPool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar
 
 from tierstore.backends import _direct_io
 from tierstore.backends._host_memory import HostSlab
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from tierstore.config import TierConfig
-    from tierstore.device import Device, Event
-
-    _Copy: TypeAlias = Callable[[torch.Tensor, torch.Tensor, Sequence[Event]], Event]
+    from tierstore.device import Device, Events
 
 __all__ = ["PinnedStore"]
 
@@ -85,26 +83,36 @@ class PinnedStore(TierStore):
     def _begin(self) -> None:
         """Nothing to do: what is written takes the place of what was there."""
 
-    def _read(
-        self, key: ArrayKey, tile: int, out: torch.Tensor, after: Sequence[Event]
-    ) -> Transfer:
-        return self._copy(self.device.copy_in, out, self._place(key, tile, out.dtype), after)
+    def _read(self, key: ArrayKey, tile: int, out: torch.Tensor, after: Events) -> Transfer:
+        places = [self._place(key, tile, out)]
+        return self._start(partial(self.device.copy_in, [out], places, after))
 
-    def _write(
-        self, key: ArrayKey, tile: int, src: torch.Tensor, after: Sequence[Event]
-    ) -> Transfer:
-        return self._copy(self.device.copy_out, self._place(key, tile, src.dtype), src, after)
+    def _write(self, key: ArrayKey, tile: int, src: torch.Tensor, after: Events) -> Transfer:
+        places = [self._place(key, tile, src)]
+        return self._start(partial(self.device.copy_out, places, [src], after))
 
-    def _copy(
-        self, copy: _Copy, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event]
+    def _read_tile(
+        self, keys: Sequence[ArrayKey], tile: int, outs: Mapping[str, torch.Tensor], after: Events
     ) -> Transfer:
+        tensors = [outs[key.name] for key in keys]
+        places = [self._place(key, tile, outs[key.name]) for key in keys]
+        return self._start(partial(self.device.copy_in, tensors, places, after))
+
+    def _write_tile(
+        self, keys: Sequence[ArrayKey], tile: int, srcs: Mapping[str, torch.Tensor], after: Events
+    ) -> Transfer:
+        tensors = [srcs[key.name] for key in keys]
+        places = [self._place(key, tile, srcs[key.name]) for key in keys]
+        return self._start(partial(self.device.copy_out, places, tensors, after))
+
+    def _start(self, copy: Callable[[], Events]) -> Transfer:
         transfer = Transfer()
         if self.device.asynchronous:
-            done = copy(dst, src, after)
+            done = copy()
             transfer.device_done.set_result(done)
-            self._copiers.submit(self._settle_after, transfer, done.synchronize)
+            self._copiers.submit(self._settle_after, transfer, partial(_synchronize, done))
         else:
-            self._copiers.submit(self._settle_after, transfer, partial(copy, dst, src, after))
+            self._copiers.submit(self._settle_after, transfer, copy)
         return transfer
 
     @staticmethod
@@ -115,7 +123,7 @@ class PinnedStore(TierStore):
             transfer.fail(error)
         else:
             if not transfer.device_done.done():
-                transfer.device_done.set_result(None)
+                transfer.device_done.set_result(())
             transfer.settled.set_result(None)
 
     def _bytes(self, key: ArrayKey, tile: int) -> slice:
@@ -123,8 +131,8 @@ class PinnedStore(TierStore):
         start = self._starts[key] + tile * nbytes
         return slice(start, start + nbytes)
 
-    def _place(self, key: ArrayKey, tile: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._slab.tensor[self._bytes(key, tile)].view(dtype)
+    def _place(self, key: ArrayKey, tile: int, like: torch.Tensor) -> torch.Tensor:
+        return self._slab.tensor[self._bytes(key, tile)].view(like.dtype)
 
     def _commit(self, commit: Commit) -> None:
         """Nothing to do: the slab is the state."""
@@ -150,3 +158,8 @@ class PinnedStore(TierStore):
 
     def _close(self, discard: bool) -> None:
         self._resources.close()
+
+
+def _synchronize(events: Events) -> None:
+    for event in events:
+        event.synchronize()

@@ -3,25 +3,27 @@
 Order is always said by events that the caller passes on, never by which stream happens to be
 current. On a CUDA device there are three streams: one for copies in, one for copies out, and the
 caller's own current stream for the update, so that gradients made and weights read by the caller
-need no further synchronisation. On the CPU every copy is done when the call returns and events
-are None.
+need no further synchronisation. On the CPU every copy is done when the call returns, and there
+are no events.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CpuDevice", "CudaDevice", "Device", "Event", "open_device"]
+__all__ = ["CpuDevice", "CudaDevice", "Device", "Events", "open_device"]
 
-# A torch.cuda.Event, or None where everything is done at once.
-Event = Any
+Events: TypeAlias = "tuple[torch.cuda.Event, ...]"
+"""What must have happened; empty where everything is done at once."""
+
+_Tensors: TypeAlias = "Sequence[torch.Tensor]"
 
 _EVENTS_PER_STREAM = 256
 
@@ -36,17 +38,17 @@ class Device(Protocol):
     def empty(self, nbytes: int) -> torch.Tensor:
         """Uninitialised bytes on the device: shape ``(nbytes,)``, uint8."""
 
-    def copy_in(self, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event]) -> Event:
-        """Copy from host memory once all of `after` have happened; return the copy's event."""
+    def copy_in(self, dsts: _Tensors, srcs: _Tensors, after: Events) -> Events:
+        """Copy from host memory, one by one, once all of `after` have happened; when it is done."""
 
-    def copy_out(self, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event]) -> Event:
-        """Copy to host memory once all of `after` have happened; return the copy's event."""
+    def copy_out(self, dsts: _Tensors, srcs: _Tensors, after: Events) -> Events:
+        """Copy to host memory, one by one, once all of `after` have happened; when it is done."""
 
-    def mark(self) -> Event:
-        """Event that happens when all that the caller has queued so far is done."""
+    def mark(self) -> Events:
+        """When all that the caller has queued so far is done."""
 
-    def wait(self, event: Event) -> None:
-        """Let what the caller queues from now on start only after `event`."""
+    def wait(self, events: Events) -> None:
+        """Let what the caller queues from now on start only after `events`."""
 
     def synchronize(self) -> None:
         """Return when everything queued so far, by anybody, is done."""
@@ -68,17 +70,19 @@ class CpuDevice:
 
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def copy_in(self, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event]) -> Event:
+    def copy_in(self, dsts: _Tensors, srcs: _Tensors, after: Events) -> Events:
         """See `Device`."""
-        dst.copy_(src)
+        for dst, src in zip(dsts, srcs, strict=True):
+            dst.copy_(src)
+        return ()
 
     copy_out = copy_in
 
-    def mark(self) -> Event:
+    def mark(self) -> Events:
         """See `Device`."""
-        return None
+        return ()
 
-    def wait(self, event: Event) -> None:
+    def wait(self, events: Events) -> None:
         """See `Device`."""
 
     def synchronize(self) -> None:
@@ -135,44 +139,47 @@ class CudaDevice:
 
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
-    def copy_in(self, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event]) -> Event:
+    def copy_in(self, dsts: _Tensors, srcs: _Tensors, after: Events) -> Events:
         """See `Device`."""
-        return self._copy(self._in, dst, src, after)
+        return self._copy(self._in, dsts, srcs, after)
 
-    def copy_out(self, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event]) -> Event:
+    def copy_out(self, dsts: _Tensors, srcs: _Tensors, after: Events) -> Events:
         """See `Device`."""
-        return self._copy(self._out, dst, src, after)
+        return self._copy(self._out, dsts, srcs, after)
 
     def _copy(
-        self, stream: Any, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event]
-    ) -> Event:
+        self, stream: torch.cuda.Stream, dsts: _Tensors, srcs: _Tensors, after: Events
+    ) -> Events:
         import torch
 
+        for event in after:
+            stream.wait_event(event)
         # Called from I/O threads as well: the current stream is the thread's own.
         with torch.cuda.stream(stream):
-            for event in after:
-                stream.wait_event(event)
-            dst.copy_(src, non_blocking=True)
-            return self._record(stream)
+            for dst, src in zip(dsts, srcs, strict=True):
+                dst.copy_(src, non_blocking=True)
+        return self._record(stream)
 
-    def _record(self, stream: Any) -> Event:
+    def _record(self, stream: torch.cuda.Stream) -> Events:
         ring = self._rings.get(stream.cuda_stream)
         if ring is None:
             ring = self._rings.setdefault(stream.cuda_stream, _EventRing(stream))
-        return ring.record()
+        return (ring.record(),)
 
-    def mark(self) -> Event:
+    def mark(self) -> Events:
         """See `Device`."""
         import torch
 
         return self._record(torch.cuda.current_stream(self.torch_device))
 
-    def wait(self, event: Event) -> None:
+    def wait(self, events: Events) -> None:
         """See `Device`."""
         import torch
 
-        if event is not None:
-            torch.cuda.current_stream(self.torch_device).wait_event(event)
+        if events:
+            stream = torch.cuda.current_stream(self.torch_device)
+            for event in events:
+                stream.wait_event(event)
 
     def synchronize(self) -> None:
         """See `Device`."""

@@ -46,6 +46,8 @@ class SweepMetrics:
         Seconds of making the generation durable.
     peak_tiles
         Most tiles that were in slots at once.
+    mode
+        How bytes really moved, as `Probe.mode` has it.
     """
 
     tiles: int = 0
@@ -57,6 +59,7 @@ class SweepMetrics:
     stall_write_s: float = 0.0
     commit_s: float = 0.0
     peak_tiles: int = 0
+    mode: str = ""
 
     def add(self, other: SweepMetrics) -> None:
         """Take in another sweep of the same step."""
@@ -69,13 +72,14 @@ class SweepMetrics:
         self.stall_write_s += other.stall_write_s
         self.commit_s += other.commit_s
         self.peak_tiles = max(self.peak_tiles, other.peak_tiles)
+        self.mode = other.mode
 
     def line(self) -> str:
         """One line for a log: GiB is 2**30 bytes, rates are over the wall time of the step."""
         seconds = max(self.wall_s, 1e-9)
         read, written = self.read_nbytes / GIB, self.written_nbytes / GIB
         return (
-            f"tiles={self.tiles} "
+            f"mode={self.mode} tiles={self.tiles} "
             f"read={read:.3f}GiB@{read / seconds:.2f}GiB/s "
             f"write={written:.3f}GiB@{written / seconds:.2f}GiB/s "
             f"stall_read={self.stall_read_s:.3f}s update={self.update_s:.3f}s "

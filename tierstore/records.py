@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -62,9 +62,13 @@ class OptimizerLayout:
                     "digits, '_' and '-' can, since it becomes the name of a directory"
                 )
 
-    def keys(self) -> list[ArrayKey]:
+    def keys(self) -> Sequence[ArrayKey]:
         """The arrays in order."""
-        return [ArrayKey(self.name, array) for array in self.arrays]
+        return self._keys
+
+    @cached_property
+    def _keys(self) -> tuple[ArrayKey, ...]:
+        return tuple(ArrayKey(self.name, array) for array in self.arrays)
 
     @property
     def nbytes(self) -> int:

@@ -131,6 +131,7 @@ class StateStream:
                 self._store.fail(error)
             raise
         metrics = run.metrics
+        metrics.mode = self._store.mode
         metrics.wall_s = time.perf_counter() - started
         metrics.read_nbytes = metrics.tiles * self._set_nbytes if reads else 0
         metrics.written_nbytes = metrics.tiles * self._set_nbytes if writes else 0
@@ -163,7 +164,7 @@ class _Sweep:
         self.commit = store.committed
         self._keys = optimizer.keys()
         self._schedule = SweepSchedule(
-            range(optimizer.layout.n_tiles) if order is None else order,
+            store.order(optimizer.name) if order is None else order,
             slots=len(window.slots),
             read_sets=store.read_sets,
             write_sets=store.write_sets,

@@ -10,7 +10,7 @@ from tierstore.zarr_format import BLOCK_NBYTES
 if TYPE_CHECKING:
     import torch
 
-    from tierstore.device import Device, Event
+    from tierstore.device import Device, Events
     from tierstore.records import OptimizerLayout
 
 __all__ = ["Slot", "Window"]
@@ -30,7 +30,7 @@ class Slot:
     def __init__(self, memory: torch.Tensor) -> None:
         self._bytes = memory
         self._views: dict[str, dict[str, torch.Tensor]] = {}
-        self.free_after: list[Event] = []
+        self.free_after: Events = ()
 
     def views(self, optimizer: OptimizerLayout) -> dict[str, torch.Tensor]:
         """One flat tensor of ``tile_numel`` elements per array, side by side in the slot."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import partial
 from unittest import mock
 
 import torch
 
+from tierstore.device import Events
 from tierstore.records import ArrayKey, OptimizerLayout
 from tierstore.registry import tier_class
 from tierstore.store import TierStore, Transfer
@@ -31,11 +32,14 @@ class _Saboteur:
         self._kept: list[torch.Tensor] = []
         store._read = self.read  # type: ignore[method-assign]
         store._write = self.write  # type: ignore[method-assign]
+        # Not the way for all arrays at once, which a tier may have.
+        store._read_tile = partial(TierStore._read_tile, store)  # type: ignore[method-assign]
+        store._write_tile = partial(TierStore._write_tile, store)  # type: ignore[method-assign]
 
-    def read(self, key: ArrayKey, tile: int, out: torch.Tensor, after: Sequence[Any]) -> Transfer:
+    def read(self, key: ArrayKey, tile: int, out: torch.Tensor, after: Events) -> Transfer:
         return self._real_read(key, tile, out, after)
 
-    def write(self, key: ArrayKey, tile: int, src: torch.Tensor, after: Sequence[Any]) -> Transfer:
+    def write(self, key: ArrayKey, tile: int, src: torch.Tensor, after: Events) -> Transfer:
         return self._real_write(key, tile, src, after)
 
     def _done(self) -> Transfer:
@@ -48,7 +52,7 @@ class _Saboteur:
 class _SwapTiles(_Saboteur):
     """Reads the first two tiles in each other's place."""
 
-    def read(self, key: ArrayKey, tile: int, out: torch.Tensor, after: Sequence[Any]) -> Transfer:
+    def read(self, key: ArrayKey, tile: int, out: torch.Tensor, after: Events) -> Transfer:
         swapped = {0: 1, 1: 0}.get(tile, tile) if key.name == "exp_avg" else tile
         return self._real_read(key, swapped, out, after)
 
@@ -56,7 +60,7 @@ class _SwapTiles(_Saboteur):
 class _SkipTile(_Saboteur):
     """Says that a tile was written, and does not write it: an older, healthy one stays."""
 
-    def write(self, key: ArrayKey, tile: int, src: torch.Tensor, after: Sequence[Any]) -> Transfer:
+    def write(self, key: ArrayKey, tile: int, src: torch.Tensor, after: Events) -> Transfer:
         committed = self._store.committed
         if key.name == "exp_avg" and tile == 1 and committed is not None and committed.step > 3:
             return self._done()
@@ -66,7 +70,7 @@ class _SkipTile(_Saboteur):
 class _NeverWriteTile(_Saboteur):
     """The same from the first step on: what is read may never have been written at all."""
 
-    def write(self, key: ArrayKey, tile: int, src: torch.Tensor, after: Sequence[Any]) -> Transfer:
+    def write(self, key: ArrayKey, tile: int, src: torch.Tensor, after: Events) -> Transfer:
         if key.name == "exp_avg" and tile == 1 and self._store.committed is not None:
             return self._done()
         return self._real_write(key, tile, src, after)
@@ -75,7 +79,7 @@ class _NeverWriteTile(_Saboteur):
 class _ReadEarly(_Saboteur):
     """Hands out a tile before it was filled: what the slot held before is read."""
 
-    def read(self, key: ArrayKey, tile: int, out: torch.Tensor, after: Sequence[Any]) -> Transfer:
+    def read(self, key: ArrayKey, tile: int, out: torch.Tensor, after: Events) -> Transfer:
         if key.name == "exp_avg" and tile == 1:
             return self._done()
         return self._real_read(key, tile, out, after)
@@ -84,7 +88,7 @@ class _ReadEarly(_Saboteur):
 class _PerturbMoment(_Saboteur):
     """Changes one element of one moment a little, in every step."""
 
-    def write(self, key: ArrayKey, tile: int, src: torch.Tensor, after: Sequence[Any]) -> Transfer:
+    def write(self, key: ArrayKey, tile: int, src: torch.Tensor, after: Events) -> Transfer:
         if key.name == "exp_avg" and tile == 0:
             changed = src.clone()
             changed[0] += changed.abs().max() * 1e-3 + 1e-12

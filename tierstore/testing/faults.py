@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from tierstore.store import TierStore, Transfer
 if TYPE_CHECKING:
     import torch
 
-    from tierstore.device import Event
+    from tierstore.device import Events
 
 __all__ = ["delayed"]
 
@@ -50,15 +50,15 @@ def delayed(
             self._random_lock = threading.Lock()
             self._late = ThreadPoolExecutor(8, thread_name_prefix="tierstore-late")
 
-        def _read(
-            self, key: ArrayKey, tile: int, out: torch.Tensor, after: Sequence[Event]
-        ) -> Transfer:
+        def _read(self, key: ArrayKey, tile: int, out: torch.Tensor, after: Events) -> Transfer:
             return self._start_late(lambda: super(DelayStore, self)._read(key, tile, out, after))
 
-        def _write(
-            self, key: ArrayKey, tile: int, src: torch.Tensor, after: Sequence[Event]
-        ) -> Transfer:
+        def _write(self, key: ArrayKey, tile: int, src: torch.Tensor, after: Events) -> Transfer:
             return self._start_late(lambda: super(DelayStore, self)._write(key, tile, src, after))
+
+        # Arrays of one tile overtake each other, also where the tier has a way for all at once.
+        _read_tile = TierStore._read_tile
+        _write_tile = TierStore._write_tile
 
         def _start_late(self, start: Callable[[], Transfer]) -> Transfer:
             late = Transfer()
