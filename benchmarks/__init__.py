@@ -1,0 +1,1 @@
+"""Scripts that measure tierstore on a machine: `benchmarks.sweep` and `benchmarks.peers`."""
