@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,8 +16,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.optimizers import Make, TensorStep, bits
+from tests.optimizers import Make, TensorStep, Toy, bits
 from tierstore.backends.pinned import PinnedStore
 from tierstore.backends.posix import PosixStore
 from tierstore.binding import BoundShard, ShardUpdate
@@ -80,6 +82,43 @@ class RecordingFusedAdam(FusedAdam):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.lent.append([p.numel() for group in self.param_groups for p in group["params"]])
         super().step(closure)
+
+
+class Reassigning(Toy):
+    """Gives parameters and state new memory instead of changing what they have."""
+
+    def update(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
+        if not state:
+            state["m"] = torch.zeros_like(param)
+        state["m"].data = state["m"] * 0.9 + grad
+        param.data = param - state["m"] * 0.1
+
+
+class TensorRate(Toy):
+    """Its learning rate is a tensor of the group, as with ``capturable``."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for group in self.param_groups:
+            group["rate"] = torch.tensor(0.1)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad * group["rate"])
+
+
+class CountingOperations(TorchDispatchMode):
+    """Notes each operation that torch carries out."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,7 +406,7 @@ class OnTier:
 def run_on_tier(store_class: type[TierStore], directory: Path, chain: Sequence[Twins]) -> None:
     slots = chain[0].plan.slots
     config = TierConfig(
-        tier=store_class.tier, directory=directory, slots=slots, timeout_s=60.0, io_threads=2
+        tier=store_class.tier, directories=(directory,), slots=slots, timeout_s=60.0, io_threads=2
     )
     with store_class(config, CpuDevice(), Identity(nonce="0badcafe")) as store:
         driver = OnTier(store, chain)
@@ -490,6 +529,22 @@ def test_a_step_counter_that_is_a_tensor_of_the_group() -> None:
     run_in_memory(twins)
 
 
+def test_a_rate_that_is_a_tensor_of_the_group() -> None:
+    """It counts as it is at each step, also where a schedule changes it in place."""
+    driver = InMemory(Twins(Plan(numels=(5000, 100), groups=(0, 1), n_groups=2), TensorRate))
+    for _ in range(STEPS):
+        driver.step()
+        driver.expect_same_bits()
+        for optimizer in (driver.twins.alone, driver.twins.optimizer):
+            optimizer.param_groups[0]["rate"].mul_(0.5)
+
+
+@pytest.mark.parametrize("numels", [(5000,), (300, 400)], ids=["tiles", "one-tile"])
+def test_an_optimizer_that_gives_parameters_new_memory(numels: tuple[int, ...]) -> None:
+    run_in_memory(Twins(Plan(numels=numels, kinds=("bfloat16",) * len(numels)), Reassigning))
+    run_in_memory(Twins(Plan(numels=numels, adjacent_grads=False), Reassigning))
+
+
 def test_an_error_in_mid_sweep_moves_nothing_on() -> None:
     twins = Twins(Plan(numels=(5000, 100), groups=(0, 1), n_groups=2), Recording)
     driver = run_in_memory(twins, 1)
@@ -581,6 +636,83 @@ def test_neighbours_in_memory_that_are_none_on_the_tile_do_not_merge() -> None:
     assert lent_in_last_step(twins) == [[100, 60]]
 
 
+TRIO = Plan(numels=(100, 60, 40))
+MIDDLE_MISSES = frozenset({1})
+
+
+def test_a_gradient_that_is_missing_in_the_middle() -> None:
+    """It parts the neighbours, and so does the count that stayed behind in the steps after."""
+    plan = replace(TRIO, absent=(MIDDLE_MISSES, ALL))
+    for steps in (1, 2):
+        assert lent_in_last_step(Twins(plan, Recording), steps) == [[100, 60, 40]]
+
+
+def test_gradients_of_two_allocations_part_in_the_middle() -> None:
+    grads = [*torch.zeros(160).split((100, 60)), *torch.zeros(120).split((40, 80))]
+    twins = Twins(Plan(numels=(100, 60, 40, 80)), Recording, grads=grads)
+    assert lent_in_last_step(twins) == [[160, 120]]
+
+
+def test_gradients_in_another_order_do_not_merge() -> None:
+    first, second, third = torch.zeros(300).split(100)
+    twins = Twins(Plan(numels=(100,) * 3), Recording, grads=[first, third, second])
+    assert lent_in_last_step(twins) == [[100, 100, 100]]
+
+
+def test_a_border_between_tiles_cuts_a_stretch_in_two() -> None:
+    """The border is in the second of three shards, or after it."""
+    plan = Plan(numels=(700, 700, 300))
+    assert sorted(lent_in_last_step(Twins(plan, Recording))) == [[676], [1024]]
+    plan = replace(plan, absent=(ONLY_SECOND, frozenset({0, 2})) * 2)
+    assert sorted(lent_in_last_step(Twins(plan, Recording), 2)) == [[376, 300], [700, 324]]
+    plan = Plan(numels=(700, 324, 300))
+    assert sorted(lent_in_last_step(Twins(plan, Recording))) == [[300], [1024]]
+    plan = replace(plan, absent=(frozenset({2}),) * STEPS)
+    assert sorted(lent_in_last_step(Twins(plan, Recording))) == [[300], [1024]]
+    # What the second tile holds is as long as the shard that it starts in.
+    plan = Plan(numels=(700, 700, 324))
+    assert sorted(lent_in_last_step(Twins(plan, Recording))) == [[700], [1024]]
+
+
+def test_a_shard_without_elements_parts_nothing() -> None:
+    plan = Plan(numels=(0, 100, 0, 0, 60, 0), absent=(frozenset({2}),) * STEPS)
+    twins = Twins(plan, Recording)
+    # The empty ones are stepped at the end.
+    assert lent_in_last_step(twins, 3) == [[160], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("kind", [OWN, "bfloat16"])
+def test_shards_that_merge_cost_no_operation(kind: str) -> None:
+    def operations_of_a_visit(numels: tuple[int, ...]) -> list[str]:
+        plan = Plan(numels=numels, kinds=(kind,) * len(numels))
+        driver = run_in_memory(Twins(plan, torch.optim.AdamW), 2)
+        driver.twins.prepare()
+        driver.twins.update.begin()
+        with CountingOperations() as counting:
+            driver.twins.update.visit(driver.views(0))
+        # How a stretch is seen that reaches over many shards; that touches no element.
+        return [name for name in counting.names if "as_strided" not in name]
+
+    assert operations_of_a_visit((1,) * 1000) == operations_of_a_visit((1000,))
+
+
+def test_copies_of_many_parts_are_made_together() -> None:
+    """To copy scalars and results of 40 parts takes no more operations than those of 20."""
+
+    def copies(count: int) -> int:
+        plan = Plan(numels=(10,) * count, adjacent_weights=False, adjacent_grads=False)
+        driver = run_in_memory(Twins(plan, torch.optim.AdamW), 2)
+        driver.twins.prepare()
+        driver.twins.update.begin()
+        with CountingOperations() as counting:
+            driver.twins.update.visit(driver.views(0))
+        names = [name for name in counting.names if "copy" in name or "clone" in name]
+        assert sum("stack" in name or "cat" in name for name in counting.names) <= 1
+        return len(names)
+
+    assert copies(20) == copies(40)
+
+
 def test_steps_in_the_group_never_split() -> None:
     plan = replace(PAIR, absent=(ONLY_SECOND, ALL))
     assert lent_in_last_step(Twins(plan, RecordingFusedAdam), 2) == [[160]]
@@ -661,3 +793,111 @@ def test_counters_are_restored(name: str) -> None:
     assert update.counters() != saved
     update.restore(saved)
     assert update.counters() == saved
+
+
+def set_step(twins: Twins, shard: int, tensor: torch.Tensor) -> None:
+    """Let the optimizer alone and the streamed one hold equal, but separate, new step tensors."""
+    twins.alone.state[twins.alone_mains[shard]]["step"] = tensor.clone()
+    twins.optimizer.state[twins.mains[shard]]["step"] = tensor.clone()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+def test_a_step_tensor_that_somebody_replaces(dtype: torch.dtype) -> None:
+    """It counts in the next step, and keeps its type."""
+    driver = run_in_memory(Twins(TRIO, Recording), 2)
+    set_step(driver.twins, 1, torch.tensor(7, dtype=dtype))
+    assert driver.twins.update.counters()["scalars"]["step"] == [[2.0, 1], [7.0, 1], [2.0, 1]]
+    for _ in range(2):
+        driver.step()
+        driver.expect_same_bits()
+    assert isinstance(driver.twins.optimizer, Recording)
+    assert driver.twins.optimizer.lent[-1] == [100, 60, 40]
+    assert driver.twins.update.counters()["scalars"]["step"] == [[4.0, 1], [9.0, 1], [4.0, 1]]
+
+
+def test_a_step_tensor_of_another_shape() -> None:
+    driver = run_in_memory(Twins(TRIO, torch.optim.AdamW), 1)
+    set_step(driver.twins, 2, torch.tensor([3.0]))
+    driver.step()
+    driver.expect_same_bits()
+    assert driver.twins.optimizer.state[driver.twins.mains[2]]["step"].shape == (1,)
+
+
+def test_replaced_step_tensors_merge_where_they_are_equal() -> None:
+    driver = run_in_memory(Twins(TRIO, Recording), 1)
+    for shard, step in enumerate((5.0, 1.0, 1.0)):
+        set_step(driver.twins, shard, torch.tensor(step))
+    driver.step()
+    driver.expect_same_bits()
+    assert isinstance(driver.twins.optimizer, Recording)
+    assert driver.twins.optimizer.lent[-1] == [100, 100]
+
+
+def test_a_step_tensor_that_somebody_changes_in_place() -> None:
+    """That changes one shard's count and no other, as with an optimizer left alone."""
+    driver = run_in_memory(Twins(TRIO, Recording), 2)
+    twins = driver.twins
+    for optimizer, mains in ((twins.alone, twins.alone_mains), (twins.optimizer, twins.mains)):
+        optimizer.state[mains[1]]["step"].add_(5)
+        # No version counter tells of this one.
+        optimizer.state[mains[2]]["step"].data.fill_(9)
+    assert twins.update.counters()["scalars"]["step"] == [[2.0, 1], [7.0, 1], [9.0, 1]]
+    driver.step()
+    driver.expect_same_bits()
+    for optimizer, mains in ((twins.alone, twins.alone_mains), (twins.optimizer, twins.mains)):
+        for main in mains:
+            optimizer.state[main]["step"] += 1
+    driver.step()
+    driver.expect_same_bits()
+    assert twins.update.counters()["scalars"]["step"] == [[5.0, 1], [10.0, 1], [12.0, 1]]
+
+
+def test_one_step_tensor_that_somebody_puts_in_place_of_all() -> None:
+    """As Megatron does at a load: from then on each shard counts for itself again."""
+    plan = replace(TRIO, absent=(ALL, MIDDLE_MISSES, ALL, ALL))
+    driver = run_in_memory(Twins(plan, torch.optim.AdamW), 1)
+    twins = driver.twins
+    shared = torch.tensor(4.0)
+    for shard, main in enumerate(twins.mains):
+        set_step(twins, shard, shared)
+        twins.optimizer.state[main]["step"] = shared
+    for _ in range(2):
+        driver.step()
+        driver.expect_same_bits()
+    assert twins.update.counters()["scalars"]["step"] == [[6.0, 1], [5.0, 1], [6.0, 1]]
+    assert shared == 4
+
+
+def test_step_tensors_that_somebody_swaps() -> None:
+    plan = replace(TRIO, absent=(MIDDLE_MISSES, ALL, ALL, ALL))
+    driver = run_in_memory(Twins(plan, torch.optim.AdamW), 2)
+    twins = driver.twins
+    for optimizer, mains in ((twins.alone, twins.alone_mains), (twins.optimizer, twins.mains)):
+        one, other = (optimizer.state[main] for main in mains[:2])
+        one["step"], other["step"] = other["step"], one["step"]
+    for _ in range(2):
+        driver.step()
+        driver.expect_same_bits()
+    assert twins.update.counters()["scalars"]["step"] == [[3.0, 1], [4.0, 2]]
+
+
+def test_a_state_dict_is_loaded_again() -> None:
+    plan = replace(TRIO, absent=(MIDDLE_MISSES, ALL, ALL, ALL))
+    driver = run_in_memory(Twins(plan, torch.optim.AdamW), 2)
+    optimizer = driver.twins.optimizer
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for _ in range(2):
+        driver.step()
+        driver.expect_same_bits()
+
+
+def test_reset_sets_scalars_to_what_they_are_before_the_first_step() -> None:
+    twins = Twins(PAIR, torch.optim.AdamW)
+    twins.update.reset()
+    start = twins.habit.scalars["step"]
+    for main in twins.mains:
+        assert bits(twins.optimizer.state[main]["step"]) == bits(start)
+    counters = twins.update.counters()
+    run_in_memory(twins, 2)
+    twins.update.reset()
+    assert twins.update.counters() == counters

@@ -22,13 +22,15 @@ from tests.optimizers import (
     REFUSED,
     STUDIED,
     Make,
+    TensorStep,
+    Toy,
     bits,
     make_groups,
     parameters,
 )
 from tierstore.errors import OptimizerError
 from tierstore.testing.fused_adam import FusedAdam
-from tierstore.update import CUT_NUMEL, Habit, Run, lend, study
+from tierstore.update import CUT_NUMEL, GroupCopies, Habit, Run, lend, study
 
 CPU = torch.device("cpu")
 STEPS = 4
@@ -225,6 +227,18 @@ def test_a_refusal_leaves_no_trace(name: str) -> None:
     assert traces(optimizer) == before
 
 
+class ReassigningNeighbours(Toy):
+    """Not elementwise, and shows it in new memory only."""
+
+    def update(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
+        param.data = param - (grad + grad.roll(1)) * 0.1
+
+
+def test_study_looks_where_the_optimizer_puts_its_results() -> None:
+    with pytest.raises(OptimizerError, match="not elementwise"):
+        study(ReassigningNeighbours(make_groups(np.random.default_rng(0))), CPU)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_study_does_not_care_about_the_default_type(dtype: torch.dtype) -> None:
     torch.set_default_dtype(dtype)
@@ -351,6 +365,24 @@ def test_options_are_those_of_the_moment() -> None:
         loan.step()
     assert bool((runs[0].main != 1).all())
     assert bool((runs[1].main == 1).all())
+
+
+def test_loans_share_copies_of_what_no_loan_changes() -> None:
+    """A learning rate is copied once, a counter for each loan that follows a change."""
+    optimizer = TensorStep(make_groups(np.random.default_rng(0)))
+    lr, step = torch.tensor(0.1), torch.tensor(3)
+    optimizer.param_groups[0] |= {"lr": lr, "step": step}
+    copies, seen = GroupCopies(), []
+    for _ in range(3):
+        with lend(optimizer, [Run(0, torch.ones(4), torch.ones(4), {})], copies) as loan:
+            assert loan.groups[0]["step"] == 3
+            loan.step()
+            assert loan.changes() == {0: {"step": torch.tensor(4)}}
+            seen.append((loan.groups[0]["lr"], loan.groups[0]["step"]))
+    assert len({id(copy) for copy, _ in seen}) == 1
+    assert len({id(copy) for _, copy in seen}) == 3
+    assert seen[0][0] is not lr
+    assert (float(lr), int(step)) == (float(torch.tensor(0.1)), 3)
 
 
 def test_a_loan_of_nothing() -> None:

@@ -18,7 +18,7 @@ from tierstore.errors import OptimizerError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CUT_NUMEL", "Habit", "Loan", "Run", "lend", "step_hooks", "study"]
+__all__ = ["CUT_NUMEL", "GroupCopies", "Habit", "Loan", "Run", "lend", "step_hooks", "study"]
 
 CUT_NUMEL = 64
 """Cuts at multiples of this many elements suit every vector width that torch's kernels use."""
@@ -114,16 +114,43 @@ class Loan:
         }
 
 
+class GroupCopies:
+    """Copies of the tensors in an optimizer's groups (a learning rate), for one loan after another.
+
+    Each loan finds the optimizer's own values: a copy that a loan has changed (a step counter)
+    gives way to a new one, and any other serves again. The optimizer's own must stay as they are
+    as long as the copies are in use.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, str], torch.Tensor] = {}
+
+    def of(self, index: int, group: dict[str, Any]) -> dict[str, Any]:
+        """A copy of the group with this index, its tensors copies as well."""
+        return {
+            name: self._copy((index, name), value) if _is_tensor(value) else value
+            for name, value in group.items()
+        }
+
+    def _copy(self, key: tuple[int, str], value: torch.Tensor) -> torch.Tensor:
+        if key not in self._made or _changed_in_place(self._made[key]):
+            self._made[key] = value.clone()
+        return self._made[key]
+
+
 @contextmanager
-def lend(optimizer: torch.optim.Optimizer, runs: Sequence[Run]) -> Iterator[Loan]:
+def lend(
+    optimizer: torch.optim.Optimizer, runs: Sequence[Run], copies: GroupCopies | None = None
+) -> Iterator[Loan]:
     """Let the optimizer own these runs instead of its parameters, while the block lasts.
 
-    Hyper-parameters are those of the live groups, as they are now.
+    Hyper-parameters are those of the live groups, as they are now; their tensors are taken from
+    `copies`, if given.
     """
+    copies = GroupCopies() if copies is None else copies
     own = optimizer.param_groups, optimizer.state
-    groups: list[dict[str, Any]] = [
-        {name: value if name != "params" else [] for name, value in _copied(group).items()}
-        for group in own[0]
+    groups = [
+        copies.of(index, group) | {"params": list[Any]()} for index, group in enumerate(own[0])
     ]
     state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
     try:
@@ -137,11 +164,6 @@ def lend(optimizer: torch.optim.Optimizer, runs: Sequence[Run]) -> Iterator[Loan
         for run in runs:
             run.main.grad = None
         optimizer.param_groups, optimizer.state = own
-
-
-def _copied(group: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a group whose tensors (a learning rate, a step counter) are copies as well."""
-    return {name: value.clone() if _is_tensor(value) else value for name, value in group.items()}
 
 
 def _changed_in_place(value: Any) -> bool:
@@ -284,6 +306,8 @@ class _Trial:
 
     def run(self, parts: tuple[int, ...], habit: Habit | None = None) -> _Outcome:
         """A few steps in these parts; without a habit the optimizer makes its own state."""
+        import torch
+
         mains = self._values[0].clone()
         runs = [
             Run(group, part, None, {} if habit is None else _zeros(habit, part))
@@ -301,12 +325,13 @@ class _Trial:
                 changes |= self._step(lent, options)
             for index, changed in changes.items():
                 options[index] = options.get(index, {}) | changed
-        return _Outcome(mains, runs)
+        # Not `mains`: an optimizer may give a parameter other memory.
+        return _Outcome(torch.cat([run.main for run in runs]), runs)
 
     def _step(self, runs: list[Run], options: dict[int, dict[str, Any]]) -> dict[int, Any]:
         with lend(self._optimizer, runs) as loan:
             for index, group in enumerate(loan.groups):
-                group.update(_copied(options.get(index, {})))
+                group.update(GroupCopies().of(index, options.get(index, {})))
                 # A schedule may start at 0, which would hide every difference.
                 lr: Any = group.get("lr")
                 group["lr"] = lr.fill_(1e-2) if _is_tensor(lr) else 1e-2

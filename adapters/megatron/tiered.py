@@ -88,14 +88,13 @@ class TieredOptimizer:
             main = entry.bound.main
             # Never empty: Megatron takes an empty state for an optimizer that has to be given
             # full-size tensors.
-            self._inner.state[main] = {
-                name: value.clone() for name, value in self._habit.scalars.items()
-            }
+            self._inner.state[main] = {}
             if not entry.bound.weight_is_main:
                 # Keeps shape, device and a place for the gradient, holds four bytes, reads as NaN
                 # and (with more than one element) refuses to be written.
                 nan = torch.full((1,), float("nan"), dtype=main.dtype, device=main.device)
                 main.data = nan.expand(main.shape)
+        self._update.reset()
         bound = self._optimizer
         self._inner.step = self.step
         bound._copy_main_params_to_model_params = _nothing

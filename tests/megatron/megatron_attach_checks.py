@@ -73,7 +73,7 @@ def options_of_the_optimizer(directory: Path) -> None:
 def a_failed_attach_leaves_everything(directory: Path) -> None:
     trainer = Trainer(Recipe(), CPU)
     (optimizer,) = trainer.distributed_optimizers()
-    small = TierConfig(tier="nvme", directory=directory, host_memory_nbytes=1000)
+    small = TierConfig(tier="nvme", directories=(directory,), host_memory_nbytes=1000)
     refusal(lambda: tiers.attach(trainer.optimizer, small), ConfigError)
     check(not list(directory.rglob("rank-*")), list(directory.rglob("*")))
     check(not optimizer.optimizer.state, "state was put into the optimizer")
@@ -91,7 +91,7 @@ def an_attach_that_fails_late_leaves_everything(directory: Path) -> None:
     def fail(self: PosixStore, commit: Any) -> None:
         raise TransferError(5, "this drive was told to fail")
 
-    config = TierConfig(tier="nvme", directory=directory)
+    config = TierConfig(tier="nvme", directories=(directory,))
     with mock.patch.object(PosixStore, "_commit", fail):
         refusal(lambda: tiers.attach(trainer.optimizer, config), TransferError)
     check(not list(directory.rglob("rank-*")), list(directory.rglob("*")))
@@ -125,7 +125,7 @@ def what_is_left_in_place_of_main_params(directory: Path) -> None:
 
 def a_closed_handle(directory: Path) -> None:
     trainer = Trainer(Recipe(), CPU)
-    tiers.attach(trainer.optimizer, TierConfig(tier="nvme", directory=directory)).close()
+    tiers.attach(trainer.optimizer, TierConfig(tier="nvme", directories=(directory,))).close()
     check("is closed" in refusal(trainer.train, StateError), "another reason")
 
 
@@ -158,7 +158,7 @@ def megatrons_own_parser(directory: Path) -> None:
     sys.argv += ["--use-distributed-optimizer", "--optimizer-state-slots=3"]
     args = parse_args(extra_args_provider=tiers.add_arguments)
     config = tiers.config_from_args(args)
-    check(config == TierConfig(tier="nvme", directory=directory, slots=3), config)
+    check(config == TierConfig(tier="nvme", directories=(directory,), slots=3), config)
     args.log_params_norm = args.async_save = True
     said = refusal(lambda: tiers.config_from_args(args), ConfigError)
     check("--log-params-norm" in said and "--async-save" in said, said)
