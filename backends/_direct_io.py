@@ -28,6 +28,7 @@ __all__ = [
     "read_json",
     "replace_link",
     "sync_data",
+    "sync_descriptor",
     "sync_directory",
     "write_full",
     "write_json",
@@ -123,7 +124,13 @@ def write_full(descriptor: int, buffer: memoryview, offset: int, path: Path) -> 
 
 def sync_data(path: Path) -> None:
     """Bring a file's data to the drive."""
-    with open_file(path, write=True) as descriptor, _named("syncing", path):
+    with open_file(path, write=True) as descriptor:
+        sync_descriptor(descriptor, path)
+
+
+def sync_descriptor(descriptor: int, path: Path) -> None:
+    """Bring the data of an open file to the drive."""
+    with _named("syncing", path):
         os.fdatasync(descriptor)
 
 
@@ -191,8 +198,7 @@ def copy_data(source: Path, target: Path, nbytes: int) -> None:
             part = buffer[: nbytes - start]
             read_full(reader, part, start, source)
             write_full(writer, part, start, target)
-        with _named("syncing", target):
-            os.fdatasync(writer)
+        sync_descriptor(writer, target)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -6,13 +6,13 @@ import contextlib
 import logging
 import shutil
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tierstore.backends import _direct_io
-from tierstore.backends._tree import GENERATIONS, Lease, RankTree
+from tierstore.backends import _direct_io, _placement
+from tierstore.backends._tree import GENERATIONS, RankTree
 from tierstore.config import TierConfig
 from tierstore.device import Device
 from tierstore.errors import ConfigError, StateError, TierStoreError
@@ -25,7 +25,7 @@ _logger = logging.getLogger("tierstore.files")
 
 
 class FileStore(TierStore):
-    """State in a rank's directory on a local drive; how tiles get there is the subclass's part.
+    """State in files on local drives; how tiles get there is the subclass's part.
 
     Two generations of files take turns, so that overwriting one leaves the other whole, and no
     file is ever made anew.
@@ -33,22 +33,22 @@ class FileStore(TierStore):
     Parameters
     ----------
     config, device, identity
-        See `TierStore`; ``config.directory`` must be set. The rank's directory is
-        ``<directory>/<role>-<nonce>/rank-<rank>``.
+        See `TierStore`; ``config.directories`` must not be empty. The rank's directory is
+        ``<directory>/<role>-<nonce>/rank-<rank>``, in each of them.
 
     Attributes
     ----------
     path
-        The rank's directory.
+        The rank's directory in the first of them.
     """
 
     def __init__(self, config: TierConfig, device: Device, identity: Identity) -> None:
-        if config.directory is None:
+        if not config.directories:
             raise ConfigError(f"the {self.tier} tier needs a directory: --optimizer-state-dir")
         super().__init__(config, device, identity)
         self.capabilities = Capabilities(durable=True, rollback=config.recovery == "step")
         # Absolute: a trainer may change its working directory.
-        root = Path(config.directory).absolute() / f"{config.role}-{identity.nonce}"
+        root = config.directories[0].absolute() / f"{config.role}-{identity.nonce}"
         self.path = root / identity.directory_name
         self._made = False
         # What each generation holds; the current one is the one that holds `committed`.
@@ -72,12 +72,16 @@ class FileStore(TierStore):
     @classmethod
     def probe(cls, config: TierConfig, device: Device) -> Probe:
         """See `TierStore`."""
-        if config.directory is None:
+        if not config.directories:
             return Probe(tier=cls.tier, ok=False, mode="none", reason="no directory was given")
         try:
-            _direct_io.make_directories(config.directory)
-            refused = _direct_io.direct_io_refused(config.directory)
-            usage = shutil.disk_usage(config.directory)
+            for directory in config.directories:
+                _direct_io.make_directories(directory)
+            refused = _direct_io_refused(config.directories)
+            free_nbytes = {
+                str(directory): shutil.disk_usage(directory).free
+                for directory in config.directories
+            }
         except OSError as error:
             reason = error.strerror or str(error)
             return Probe(tier=cls.tier, ok=False, mode="none", reason=reason)
@@ -86,40 +90,48 @@ class FileStore(TierStore):
             ok=True,
             mode="buffered" if refused else "direct",
             reason=refused,
-            details={"free_nbytes": usage.free},
+            details={"free_nbytes": free_nbytes},
         )
 
     def _allocate(self) -> None:
+        directories = self.config.directories
+        named = ", ".join(map(str, directories))
         probe = self.probe(self.config, self.device)
         if not probe.ok:
             raise ConfigError(
-                f"the {self.tier} tier can't run in {self.config.directory}: {probe.reason}. "
-                "Choose a directory on a local drive that you may write to (--optimizer-state-dir)"
+                f"the {self.tier} tier can't run in {named}: {probe.reason}. Choose a directory on "
+                "a local drive that you may write to (--optimizer-state-dir)"
             )
-        self._tree = RankTree(self.path, self.optimizers)
+        others = self._others()
         generations = GENERATIONS[: 2 if self.config.recovery == "step" else 1]
-        self._tree.require_space(len(generations))
-        earlier = self._tree.earlier_runs()
+        _placement.require_space((self.path, *others), self.optimizers, len(generations))
+        earlier = _placement.earlier_runs((self.path, *others))
         if earlier and self.identity.rank == 0:
             _logger.info(
                 "%s: %d stores of other runs are in %s and stay untouched (%s); remove those of "
                 "runs that have ended",
                 self,
                 len(earlier),
-                self.config.directory,
+                named,
                 ", ".join(earlier[:5]),
             )
+        places = None
+        if others:
+            rates = _placement.measure(directories)
+            places = _placement.place_chunks(self.optimizers, directories, len(generations), rates)
+            _placement.report(directories, places, rates, self.config.slots)
+        self._tree = RankTree(self.path, self.optimizers, others, places)
         # Blocks first: their errors come before anything is on the drive.
-        self._start(_direct_io.direct_io_refused(self.config.directory))
+        self._start(_direct_io_refused(directories))
         try:
             self._tree.create(self.identity, self.config.role)
             try:
-                self._resources.callback(Lease(self.path).close)
+                self._resources.callback(self._tree.lease().close)
                 for generation in generations:
                     self._tree.create_generation(generation)
                 self._made = True
             except BaseException:
-                # Only what this call made: the directory was made by it, and by nobody else.
+                # Only what this call made: the directories were made by it, and by nobody else.
                 self._tree.remove()
                 raise
         except BaseException:
@@ -130,11 +142,12 @@ class FileStore(TierStore):
         """See `TierStore`."""
         self._require("new")
         self.path = Path(path).absolute()
-        self.config = replace(self.config, directory=self.path.parents[1])
-        self._tree, self.identity = RankTree.load(self.path)
+        self._tree, self.identity = RankTree.load(self.path, self._others())
+        directories = (self.path.parents[1], *self.config.directories[1:])
+        self.config = replace(self.config, directories=directories)
         self.optimizers = dict(self._tree.optimizers)
         try:
-            self._resources.callback(Lease(self.path).close)
+            self._resources.callback(self._tree.lease().close)
             self._tree.remove_leftovers()
             current, commit, _ = self._tree.current()
             if self.capabilities.rollback and self._other(current) is None:
@@ -142,13 +155,27 @@ class FileStore(TierStore):
                     f"{self.path} was made with --optimizer-state-recovery=none and has room for "
                     "one generation only; open it with the same setting"
                 )
-            chunk = next(self._tree.chunks(current), None)
-            self._start("" if chunk is None else _direct_io.direct_opening_refused(chunk.path))
+            refusals = (
+                f"{refused} for {chunk.path}"
+                for chunk in self._tree.chunks(current)
+                if (refused := _direct_io.direct_opening_refused(chunk.path))
+            )
+            self._start(next(refusals, ""))
         except BaseException:
             self._resources.close()
             raise
         self._holds[current] = self.committed = commit
         self._phase = "idle"
+
+    def _others(self) -> tuple[Path, ...]:
+        """The rank's directories on further drives, by what the user named: no record says them."""
+        below = Path(self.path.parent.name, self.path.name)
+        return tuple(path.absolute() / below for path in self.config.directories[1:])
+
+    def order(self, optimizer: str) -> Sequence[int]:
+        """See `TierStore`: no drive waits while the sweep is at another one."""
+        layout = self.optimizers[optimizer].layout
+        return _placement.sweep_order(layout, self._tree.places[optimizer])
 
     def _other(self, generation: str) -> str | None:
         other = GENERATIONS[1 - GENERATIONS.index(generation)]
@@ -201,3 +228,11 @@ class FileStore(TierStore):
         if discard and self._made:
             self._tree.remove()
         self._resources.close()
+
+
+def _direct_io_refused(directories: Sequence[Path]) -> str:
+    """Why one of the directories does no direct I/O, or nothing if all do."""
+    for directory in directories:
+        if refused := _direct_io.direct_io_refused(directory):
+            return f"{refused} in {directory}"
+    return ""

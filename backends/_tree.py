@@ -9,29 +9,31 @@
     <root>/rank-00003/current -> gen-a    for people
     <root>/rank-00003/gen-a/zarr.json     group: writing | complete, step, counters
     <root>/rank-00003/gen-a/opt-0/main/   arrays
+
+With several directories, each further one holds chunk files at the same places below a root of the
+same name. The first one has links to them, for zarr; what is here goes by the places and never by
+a link, which somebody else may have set.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import shutil
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tierstore.backends import _direct_io
-from tierstore.errors import CapacityError, CorruptError, StateError, TierStoreError
+from tierstore.backends._lease import Lease
+from tierstore.backends._placement import require_space
+from tierstore.errors import ConfigError, CorruptError, StateError, TierStoreError
 from tierstore.layout import StateLayout
-from tierstore.metrics import readable
 from tierstore.records import ArrayKey, Commit, Identity, OptimizerLayout
 from tierstore.zarr_format import FORMAT_VERSION, ArrayFormat, group_metadata
 
-__all__ = ["GENERATIONS", "ChunkFile", "Lease", "RankTree"]
+__all__ = ["GENERATIONS", "ChunkFile", "RankTree"]
 
 GENERATIONS = ("gen-a", "gen-b")
 _METADATA = "zarr.json"
@@ -39,11 +41,12 @@ _METADATA = "zarr.json"
 
 @dataclass(frozen=True, slots=True)
 class ChunkFile:
-    """One chunk of one array in one generation."""
+    """One chunk of one array in one generation, in directory number `place`."""
 
     path: Path
     format: ArrayFormat
     n_tiles: int
+    place: int
 
     @property
     def nbytes(self) -> int:
@@ -60,11 +63,26 @@ class RankTree:
         The rank's directory; its parent is the zarr root.
     optimizers
         The arrays, by optimizer name.
+    others
+        The rank's directories on further drives.
+    places
+        Optimizer name to the number of a directory for each chunk (0 is `path`, 1 the first of
+        `others`); None has all chunks in `path`.
     """
 
-    def __init__(self, path: Path, optimizers: Mapping[str, OptimizerLayout]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        optimizers: Mapping[str, OptimizerLayout],
+        others: Sequence[Path] = (),
+        places: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
         self.path = path
+        self.paths = (path, *others)
         self.optimizers = optimizers
+        self.places = places or {
+            name: [0] * entry.layout.n_chunks for name, entry in optimizers.items()
+        }
         self.formats = {
             key: entry.formats[key.name] for entry in optimizers.values() for key in entry.keys()
         }
@@ -79,8 +97,9 @@ class RankTree:
         """One chunk file."""
         layout = self.optimizers[key.optimizer].layout
         form = self.formats[key]
-        path = self.path / generation / key.optimizer / key.name / form.chunk_key(chunk)
-        return ChunkFile(path, form, layout.tiles_in_chunk(chunk))
+        place = self.places[key.optimizer][chunk]
+        path = self.paths[place] / generation / str(key) / form.chunk_key(chunk)
+        return ChunkFile(path, form, layout.tiles_in_chunk(chunk), place)
 
     def chunks(self, generation: str) -> Iterator[ChunkFile]:
         """All chunk files of a generation."""
@@ -93,89 +112,53 @@ class RankTree:
         grid = self.optimizers[key.optimizer].layout.tile(tile)
         return self.chunk(generation, key, grid.chunk), self.formats[key].tile_offset(grid.place)
 
-    @property
-    def generation_nbytes(self) -> int:
-        """Bytes of all chunk files of one generation."""
-        return sum(
-            entry.layout.n_chunks * self.formats[key].header_nbytes
-            + entry.layout.n_tiles * self.formats[key].stride_nbytes
-            for entry in self.optimizers.values()
-            for key in entry.keys()
-        )
-
-    def require_space(self, generations: int = 1) -> None:
-        """Refuse before anything is made what can't fit.
-
-        Raises
-        ------
-        CapacityError
-            With the bytes needed and the bytes free.
-        """
-        directory = self.path
-        while not directory.is_dir():
-            directory = directory.parent
-        free = os.statvfs(directory)
-        free_nbytes = free.f_bavail * free.f_frsize
-        nbytes = generations * self.generation_nbytes
-        if nbytes > free_nbytes:
-            raise CapacityError(
-                errno.ENOSPC,
-                f"{self.path} needs {nbytes:,} bytes ({readable(nbytes)}) for {generations} "
-                f"generation(s) of optimizer state, and {free_nbytes:,} ({readable(free_nbytes)}) "
-                f"are free there{self._say_earlier_runs()}. Free space or choose another "
-                "--optimizer-state-dir; --optimizer-state-recovery=none needs one generation only",
-            )
-
-    def earlier_runs(self) -> list[str]:
-        """Names of the stores of other runs in the same directory."""
-        root = self.path.parent
-        found = {path.parent.parent for path in root.parent.glob("*/rank-*/zarr.json")}
-        return sorted(path.name for path in found if path != root)
-
-    def _say_earlier_runs(self) -> str:
-        runs = self.earlier_runs()
-        return (
-            f", beside the stores of {len(runs)} other runs ({', '.join(runs[:5])})" if runs else ""
-        )
+    def lease(self) -> Lease:
+        """Own the directories; see `Lease`."""
+        return Lease(self.path / _METADATA)
 
     def remove(self) -> None:
-        """Remove the rank's directory, and the root if no other rank is in it."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        root = self.path.parent
-        with contextlib.suppress(OSError):
-            if os.listdir(root) == [_METADATA]:
-                (root / _METADATA).unlink()
-                root.rmdir()
+        """Remove the rank's directories, and each root that no other rank is in."""
+        # The first one last: as long as anything is left, it says where.
+        for path in reversed(self.paths):
+            shutil.rmtree(path, ignore_errors=True)
+            _remove_empty(path.parent)
 
     def create(self, identity: Identity, role: str) -> None:
-        """Make the rank's directory with its metadata; it must not exist.
+        """Make the rank's directories with their metadata; none of them may exist.
 
         Raises
         ------
         StateError
-            The directory exists: somebody else's state is never touched.
+            One of them exists: somebody else's state is never touched.
         TransferError, CapacityError
             The system's error.
         """
-        root = self.path.parent
-        if self.path.exists():
-            raise StateError(
-                f"{self.path} exists already; state in it is never overwritten. Choose another "
-                "directory, or move that one away"
-            )
-        _direct_io.make_directories(root)
         about = {"format": FORMAT_VERSION, "role": role, "nonce": identity.nonce}
-        metadata = group_metadata(about)
-        if (root / _METADATA).exists():
-            if _direct_io.read_json(root / _METADATA) != metadata:
-                raise StateError(
-                    f"{root} exists already and is something else's: its {_METADATA} is not of "
-                    "this run. Choose another directory"
-                )
-        else:
-            # Every rank writes the same bytes in one step: whoever comes last changes nothing.
-            _direct_io.write_json(root / _METADATA, metadata)
-        _direct_io.make_directory(self.path)
+        with contextlib.ExitStack() as undo:
+            for path in self.paths:
+                if path.exists():
+                    raise StateError(
+                        f"{path} exists already; state in it is never overwritten. Choose another "
+                        "directory, or move that one away"
+                    )
+                _direct_io.make_directories(path.parent)
+                is_new = _is_new(path.parent, about)
+                undo.callback(_remove_empty, path.parent)
+                if is_new:
+                    # Every rank writes the same in one step: whoever comes last changes nothing.
+                    part_of = {} if path == self.path else {"part_of": str(self.path.parent)}
+                    _direct_io.write_json(
+                        path.parent / _METADATA, group_metadata({**about, **part_of})
+                    )
+                _direct_io.make_directory(path)
+                undo.callback(shutil.rmtree, path, ignore_errors=True)
+            self._describe(identity)
+            for path in self.paths:
+                _direct_io.sync_directory(path)
+                _direct_io.sync_directory(path.parent)
+            undo.pop_all()
+
+    def _describe(self, identity: Identity) -> None:
         about = {
             "format": FORMAT_VERSION,
             "nonce": identity.nonce,
@@ -186,19 +169,14 @@ class RankTree:
                     "name": entry.name,
                     "arrays": dict(entry.arrays),
                     "layout": entry.layout.to_json(),
+                    "places": list(self.places[entry.name]),
                 }
                 for entry in self.optimizers.values()
             ],
         }
-        try:
-            _direct_io.write_json(self.path / _METADATA, group_metadata(about))
-            _direct_io.make_directory(self._commit_path.parent)
-            _direct_io.write_json(self._commit_path, group_metadata({}))
-            _direct_io.sync_directory(self.path)
-            _direct_io.sync_directory(root)
-        except BaseException:
-            self.remove()
-            raise
+        _direct_io.write_json(self.path / _METADATA, group_metadata(about))
+        _direct_io.make_directory(self._commit_path.parent)
+        _direct_io.write_json(self._commit_path, group_metadata({}))
 
     @contextlib.contextmanager
     def of_one_generation(self, identity: Identity, role: str, commit: Commit) -> Iterator[str]:
@@ -209,7 +187,7 @@ class RankTree:
         CapacityError, StateError, TransferError
             As `require_space`, `create` and the block; nothing is left behind.
         """
-        self.require_space()
+        require_space(self.paths, self.optimizers, 1)
         self.create(identity, role)
         try:
             self.create_generation(GENERATIONS[0])
@@ -227,31 +205,30 @@ class RankTree:
         CapacityError
             There is no room.
         """
-        base = self.path / generation
-        _direct_io.make_directory(base)
+        groups = [Path(generation), *(Path(generation, name) for name in self.optimizers)]
+        arrays = {Path(generation, str(key)): form for key, form in self.formats.items()}
+        directories = [*groups, *arrays, *(array / "c" for array in arrays)]
+        for path in self.paths:
+            for directory in directories:
+                _direct_io.make_directory(path / directory)
         self.write_record(generation, {"state": "writing"})
-        for entry in self.optimizers.values():
-            _direct_io.make_directory(base / entry.name)
-            _direct_io.write_json(base / entry.name / _METADATA, group_metadata({}))
-            for key in entry.keys():
-                array = base / entry.name / key.name
-                _direct_io.make_directory(array)
-                _direct_io.make_directory(array / "c")
-                _direct_io.write_json(array / _METADATA, self.formats[key].metadata())
+        for group in groups[1:]:
+            _direct_io.write_json(self.path / group / _METADATA, group_metadata({}))
+        for array, form in arrays.items():
+            _direct_io.write_json(self.path / array / _METADATA, form.metadata())
         for chunk in self.chunks(generation):
             _direct_io.allocate_file(chunk.path, chunk.nbytes)
             with _direct_io.open_file(chunk.path, write=True) as descriptor:
                 header = memoryview(chunk.format.header(chunk.n_tiles))
                 _direct_io.write_full(descriptor, header, 0, chunk.path)
             _direct_io.sync_data(chunk.path)
-        for directory in (
-            *(base / key.optimizer / key.name / "c" for key in self.formats),
-            *(base / key.optimizer / key.name for key in self.formats),
-            *(base / name for name in self.optimizers),
-            base,
-            self.path,
-        ):
-            _direct_io.sync_directory(directory)
+            if chunk.place:
+                link = self.path / chunk.path.relative_to(self.paths[chunk.place])
+                _direct_io.replace_link(link, str(chunk.path))
+        for path in self.paths:
+            for directory in reversed(directories):
+                _direct_io.sync_directory(path / directory)
+            _direct_io.sync_directory(path)
 
     def remove_leftovers(self) -> None:
         """Remove what a killed process left of replacing metadata; call it as the owner."""
@@ -309,23 +286,27 @@ class RankTree:
                 "recovery was stopped in mid-step; load a checkpoint"
             )
         wrong = [
-            str(chunk.path)
+            chunk
             for chunk in self.chunks(generation)
             if not chunk.path.is_file() or chunk.path.stat().st_size != chunk.nbytes
         ]
         if wrong:
+            numbers = sorted({chunk.place + 1 for chunk in wrong})
             raise CorruptError(
                 f"{len(wrong)} chunk files of step {step} are missing or have the wrong length: "
-                + ", ".join(wrong[:5])
+                + ", ".join(str(chunk.path) for chunk in wrong[:5])
+                + (f". All lie in {_say(numbers)}" if len(self.paths) > 1 else "")
             )
         return generation, Commit(step=step, state=record.get("counters", {})), nonce
 
     @classmethod
-    def load(cls, path: Path) -> tuple[RankTree, Identity]:
+    def load(cls, path: Path, others: Sequence[Path] = ()) -> tuple[RankTree, Identity]:
         """Read the metadata of a rank's directory.
 
         Raises
         ------
+        ConfigError
+            It has chunks in more directories than `path` and `others`.
         CorruptError, LayoutError
             It is not one, or damaged.
         """
@@ -346,66 +327,58 @@ class RankTree:
             identity = Identity(
                 nonce=str(about["nonce"]), rank=int(about["rank"]), topology=about["topology"]
             )
-            return cls(path, optimizers), identity
+            places = {str(entry["name"]): entry["places"] for entry in about["optimizers"]}
         except TierStoreError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptError(f"{path / _METADATA} is not a rank's metadata: {error!r}") from error
+        for name, numbers in places.items():
+            _check_places(path, numbers, optimizers[name].layout.n_chunks, 1 + len(others))
+        return cls(path, optimizers, others, places), identity
 
 
-class Lease:
-    """Exclusive ownership of a rank's directory while this process lives.
-
-    The lock goes with the process, however it ends; a forked child gives up its copy at once, so
-    that it can't keep the directory locked after its parent.
-
-    Parameters
-    ----------
-    directory
-        The rank's directory.
-
-    Raises
-    ------
-    StateError
-        Another process owns it.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        # The file is there as long as the directory is, and is never replaced.
-        path = directory / _METADATA
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._descriptor)
-            raise StateError(
-                f"{directory} is in use by another process; two jobs can't share one store. "
-                "Choose another --optimizer-state-dir or role"
-            ) from error
-        _leases.add(self)
-
-    def close(self) -> None:
-        """Give the directory free, also where a forked child still holds the file open."""
-        if self._descriptor >= 0:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-            self.abandon()
-
-    def abandon(self) -> None:
-        """Let go of this process's hold on the file without ending the owner's."""
-        os.close(self._descriptor)
-        self._descriptor = -1
+def _check_places(path: Path, numbers: Any, n_chunks: int, n_directories: int) -> None:
+    # Somebody else may have written them.
+    if (
+        not isinstance(numbers, list)
+        or len(numbers) != n_chunks
+        or any(type(number) is not int or number < 0 for number in numbers)
+    ):
+        raise CorruptError(
+            f"{path / _METADATA} does not give the number of a directory for each of {n_chunks} "
+            "chunks"
+        )
+    missing = sorted({number + 1 for number in numbers if number >= n_directories})
+    if missing:
+        raise ConfigError(f"{path} has chunks in {_say(missing)}, and {n_directories} were named")
 
 
-_leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+def _say(numbers: Sequence[int]) -> str:
+    return (
+        f"directory {', '.join(map(str, numbers[:5]))} of --optimizer-state-dir (it must name the "
+        "directories of the run that made the store, in the same order)"
+    )
 
 
-def _abandon_leases() -> None:
-    for lease in _leases:
-        if lease._descriptor >= 0:
-            lease.abandon()
+def _is_new(root: Path, about: Mapping[str, Any]) -> bool:
+    """Whether a root has no metadata yet; raises `StateError` if it has another run's."""
+    if not (root / _METADATA).exists():
+        return True
+    with contextlib.suppress(CorruptError):
+        if about.items() <= _attributes(root / _METADATA).items():
+            return False
+    raise StateError(
+        f"{root} exists already and is something else's: its {_METADATA} is not of this run. "
+        "Choose another directory"
+    )
 
 
-os.register_at_fork(after_in_child=_abandon_leases)
+def _remove_empty(root: Path) -> None:
+    """Remove a root that no rank is in."""
+    with contextlib.suppress(OSError):
+        if set(os.listdir(root)) <= {_METADATA}:
+            (root / _METADATA).unlink(missing_ok=True)
+            root.rmdir()
 
 
 def _attributes(path: Path) -> dict[str, Any]:

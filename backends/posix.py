@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tierstore.backends import _direct_io
@@ -17,7 +17,7 @@ from tierstore.zarr_format import CHECKSUM_NBYTES, checksum
 if TYPE_CHECKING:
     import torch
 
-    from tierstore.device import Event
+    from tierstore.device import Events
     from tierstore.records import ArrayKey
 
 __all__ = ["PosixStore"]
@@ -44,11 +44,10 @@ class PosixStore(FileStore):
         self.mode = "buffered" if refused else "direct"
         if refused:
             _logger.warning(
-                "%s: %s in %s; reading and writing through the page cache, which is slower and "
-                "takes host memory. Use a local ext4 or xfs file system",
+                "%s: %s; reading and writing through the page cache, which is slower and takes "
+                "host memory. Use a local ext4 or xfs file system",
                 self,
                 refused,
-                self.config.directory,
             )
         formats = self._tree.formats.values()
         block_nbytes = max(form.stride_nbytes for form in formats)
@@ -64,33 +63,31 @@ class PosixStore(FileStore):
         self._blocks = BlockPool(count, block_nbytes, self.device)
         self._resources.callback(self._blocks.close)
         self.host_nbytes = self._blocks.nbytes
-        self._readers = IoThreads(self.config.io_threads, "tierstore-read")
+        # All arrays of a tile lie on one drive: few threads would all be at the same one.
+        n_threads = self.config.io_threads * len(self.config.directories)
+        self._readers = IoThreads(n_threads, "tierstore-read")
         self._resources.callback(self._readers.close)
-        self._writers = IoThreads(self.config.io_threads, "tierstore-write")
+        self._writers = IoThreads(n_threads, "tierstore-write")
         self._resources.callback(self._writers.close)
 
     def _run_all(self, function: Callable[[Any], None], items: Iterable[Any]) -> None:
         self._writers.run_all(function, items)
 
-    def _read(
-        self, key: ArrayKey, tile: int, out: torch.Tensor, after: Sequence[Event]
-    ) -> Transfer:
+    def _read(self, key: ArrayKey, tile: int, out: torch.Tensor, after: Events) -> Transfer:
         transfer = Transfer()
         work = self._load_and_copy, self._current, key, tile, out, after
         self._readers.submit(self._carry, transfer, self._take(), *work)
         return transfer
 
-    def _write(
-        self, key: ArrayKey, tile: int, src: torch.Tensor, after: Sequence[Event]
-    ) -> Transfer:
+    def _write(self, key: ArrayKey, tile: int, src: torch.Tensor, after: Events) -> Transfer:
         transfer, block = Transfer(), self._take()
         work: tuple[Any, ...] = self._save, self._target, key, tile
         if self.device.asynchronous:
             # Queued by the caller's thread, so that the event exists when this returns.
-            if block.busy_until is not None:
-                after = [*after, block.busy_until]
+            after = (*after, *block.busy_until)
             try:
-                block.busy_until = self.device.copy_out(self._elements(block, key, src), src, after)
+                elements = self._elements(block, key, src)
+                block.busy_until = self.device.copy_out([elements], [src], after)
             except BaseException:
                 self._blocks.give(block)
                 raise
@@ -112,7 +109,7 @@ class PosixStore(FileStore):
     # In the I/O threads.
 
     def _carry(
-        self, transfer: Transfer, block: Block, work: Callable[..., Event], *arguments: Any
+        self, transfer: Transfer, block: Block, work: Callable[..., Events], *arguments: Any
     ) -> None:
         """Do the work of one transfer; whatever happens, the transfer comes to an end.
 
@@ -137,10 +134,10 @@ class PosixStore(FileStore):
         key: ArrayKey,
         tile: int,
         out: torch.Tensor,
-        after: Sequence[Event],
-    ) -> Event:
+        after: Events,
+    ) -> Events:
         self._load(block, generation, key, tile)
-        block.busy_until = self.device.copy_in(out, self._elements(block, key, out), after)
+        block.busy_until = self.device.copy_in([out], [self._elements(block, key, out)], after)
         return block.busy_until
 
     def _copy_and_save(
@@ -151,9 +148,9 @@ class PosixStore(FileStore):
         key: ArrayKey,
         tile: int,
         src: torch.Tensor,
-        after: Sequence[Event],
+        after: Events,
     ) -> None:
-        done = self.device.copy_out(self._elements(block, key, src), src, after)
+        done = self.device.copy_out([self._elements(block, key, src)], [src], after)
         transfer.device_done.set_result(done)
         self._save(block, generation, key, tile)
 

@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from tierstore.config import RECOVERY_MODES, TierConfig
+from tierstore.config import GDS_MODES, RECOVERY_MODES, TierConfig
 from tierstore.errors import ConfigError
 from tierstore.layout import DEFAULT_TILE_NUMEL, MAX_CHUNK_NUMEL, StateLayout
 
@@ -23,6 +23,7 @@ ALL_WRONG: dict[str, Any] = {
     "role": "../actor",
     "recovery": "always",
     "io_threads": 0,
+    "gds": "always",
     "timeout_s": 0.0,
 }
 
@@ -35,7 +36,7 @@ def test_defaults() -> None:
     config = TierConfig(tier="cpu")
     assert dataclasses.asdict(config) == {
         "tier": "cpu",
-        "directory": None,
+        "directories": (),
         "chunk_numel": 200_000_000,
         "tile_numel": 4 * 2**20,
         "slots": 4,
@@ -43,15 +44,16 @@ def test_defaults() -> None:
         "role": "train",
         "recovery": "step",
         "io_threads": 4,
+        "gds": "auto",
         "timeout_s": 600.0,
     }
     assert (config.chunk_numel, config.tile_numel) == (MAX_CHUNK_NUMEL, DEFAULT_TILE_NUMEL)
 
 
 def test_is_a_value() -> None:
-    config = make_config(directory=Path("stores"))
-    assert config == make_config(directory=Path("stores"))
-    assert hash(config) == hash(make_config(directory=Path("stores")))
+    config = make_config(directories=(Path("stores"),))
+    assert config == make_config(directories=(Path("stores"),))
+    assert hash(config) == hash(make_config(directories=(Path("stores"),)))
     assert dataclasses.replace(config, slots=2).slots == 2
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.slots = 2  # type: ignore[misc]
@@ -72,6 +74,7 @@ def test_is_a_value() -> None:
         {"timeout_s": 0.001},
         {"timeout_s": 10},
         *({"recovery": mode} for mode in RECOVERY_MODES),
+        *({"gds": mode} for mode in GDS_MODES),
     ],
     ids=repr,
 )
@@ -97,6 +100,8 @@ def test_values_in_range_pass(good: dict[str, Any]) -> None:
         ("host_memory_nbytes", -1),
         ("recovery", ""),
         ("recovery", "Step"),
+        ("gds", ""),
+        ("gds", "Auto"),
         ("io_threads", 0),
         ("io_threads", -4),
         ("timeout_s", 0),
@@ -111,6 +116,20 @@ def test_values_out_of_range_are_named(name: str, wrong: Any) -> None:
     message = str(raised.value)
     assert message.startswith(f"{name} is ")
     assert [other for other in ALL_WRONG if f"{other} is " in message] == [name]
+
+
+@pytest.mark.parametrize("given", ["a/b", Path("a/b"), ["a/b"], (Path("a/b"),)], ids=repr)
+def test_one_directory_is_taken_in_any_form(given: Any) -> None:
+    assert make_config(directories=given).directories == (Path("a/b"),)
+
+
+def test_a_directory_named_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    for twin in ("a", "b/../a", "link", "./a/"):
+        with pytest.raises(ConfigError, match="the same one") as raised:
+            make_config(directories=(f"{tmp_path}/a", f"{tmp_path}/b", f"{tmp_path}/{twin}"))
+        assert f"{tmp_path}/a and {Path(f'{tmp_path}/{twin}')}," in str(raised.value)
+    assert len(make_config(directories=(tmp_path / "a", tmp_path / "a/b")).directories) == 2
 
 
 @pytest.mark.parametrize("timeout_s", [math.inf, 1e300, 1e12])
@@ -170,11 +189,19 @@ def test_the_wrong_values_are_named_and_no_others(names: set[str]) -> None:
     chunk_numel=st.integers(1024, MAX_CHUNK_NUMEL),
     tile_numel=st.integers(1, 2**30).map(lambda blocks: 1024 * blocks),
     numel=st.integers(0, 10**12),
+    least_chunks=st.integers(1, 100),
 )
-def test_whatever_passes_can_be_planned(chunk_numel: int, tile_numel: int, numel: int) -> None:
+def test_whatever_passes_can_be_planned(
+    chunk_numel: int, tile_numel: int, numel: int, least_chunks: int
+) -> None:
     config = make_config(chunk_numel=chunk_numel, tile_numel=tile_numel)
     layout = StateLayout.plan(
-        [], numel=numel, chunk_numel=config.chunk_numel, tile_numel=config.tile_numel
+        [],
+        numel=numel,
+        chunk_numel=config.chunk_numel,
+        tile_numel=config.tile_numel,
+        least_chunks=least_chunks,
     )
     assert layout.chunk_numel <= chunk_numel
+    assert layout.n_chunks >= min(least_chunks, layout.n_tiles)
     assert layout.tile_numel <= tile_numel

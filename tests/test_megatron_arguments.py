@@ -35,35 +35,54 @@ def test_every_flag_arrives() -> None:
     config = config_from_args(
         parse(
             "--optimizer-state-tier=nvme",
-            "--optimizer-state-dir=a/b",
+            "--optimizer-state-dir=a/b, c",
             "--optimizer-state-chunk-numel=5000",
             "--optimizer-state-tile-numel=2048",
             "--optimizer-state-slots=3",
             "--optimizer-state-host-memory=1.5MiB",
             "--optimizer-state-recovery=none",
             "--optimizer-state-io-threads=7",
+            "--optimizer-state-gds=require",
             "--optimizer-state-role=critic",
         )
     )
     assert config == TierConfig(
         tier="nvme",
-        directory=Path("a/b"),
+        directories=(Path("a/b"), Path("c")),
         chunk_numel=5000,
         tile_numel=2048,
         slots=3,
         host_memory_nbytes=3 * 2**19,
         recovery="none",
         io_threads=7,
+        gds="require",
         role="critic",
     )
 
 
-def test_file_tiers_need_a_directory() -> None:
+@pytest.mark.parametrize("tier", ["nvme", "gds"])
+def test_file_tiers_need_a_directory(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "available_tiers", lambda: dict.fromkeys(["nvme", "gds"]))
     with pytest.raises(ConfigError, match="needs --optimizer-state-dir"):
-        config_from_args(parse("--optimizer-state-tier=nvme"))
+        config_from_args(parse(f"--optimizer-state-tier={tier}"))
 
 
-def test_a_tier_that_is_not_there_is_said_at_once() -> None:
+@pytest.mark.parametrize("text", ["", ",", "a,", ",a", "a,,b", "a, ,b"])
+def test_a_directory_without_a_name_is_refused(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse("--optimizer-state-tier=nvme", f"--optimizer-state-dir={text}")
+    assert f"{text!r} has an empty part" in capsys.readouterr().err
+
+
+def test_a_directory_named_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a and b/\.\./a, which are the same one"):
+        config_from_args(parse("--optimizer-state-tier=nvme", "--optimizer-state-dir=a,b/../a"))
+
+
+def test_a_tier_that_is_not_there_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "available_tiers", lambda: dict.fromkeys(["nvme", "cpu"]))
     with pytest.raises(ConfigError, match=r"gds tier is not in this installation.*cpu, nvme"):
         config_from_args(parse("--optimizer-state-tier=gds"))
 

@@ -21,8 +21,7 @@ import torch
 import zarr
 from hypothesis import HealthCheck, settings
 
-from tierstore.backends import _direct_io
-from tierstore.backends._tree import RankTree
+from tierstore.backends import _direct_io, _placement
 from tierstore.backends.posix import PosixStore
 from tierstore.config import TierConfig
 from tierstore.device import CpuDevice
@@ -70,7 +69,7 @@ def store(tmp_path: Path) -> Iterator[PosixStore]:
 
 
 def make_store(directory: Path, **options: Any) -> PosixStore:
-    config = TierConfig(tier="nvme", directory=directory, slots=2, **options)
+    config = TierConfig(tier="nvme", directories=(directory,), slots=2, **options)
     return PosixStore(config, CpuDevice(), Identity(nonce="0badcafe"))
 
 
@@ -153,13 +152,13 @@ def test_stores_of_other_runs_are_reported_and_left_alone(
             store.allocate([make_optimizer(numel=3000)])
             write_generation(store, 1)
     caplog.set_level("INFO", logger="tierstore")
-    config = TierConfig(tier="nvme", directory=tmp_path / "stores", role="critic")
+    config = TierConfig(tier="nvme", directories=(tmp_path / "stores",), role="critic")
     with PosixStore(config, CpuDevice(), Identity(nonce="1234")) as other:
         other.allocate([make_optimizer()])
     assert "1 stores of other runs" in caplog.text
     assert "train-0badcafe" in caplog.text
     assert (tmp_path / "stores" / "train-0badcafe" / "rank-00000").is_dir()
-    config = TierConfig(tier="nvme", directory=small_tmpfs)
+    config = TierConfig(tier="nvme", directories=(small_tmpfs,))
     with (
         PosixStore(config, CpuDevice(), Identity(nonce="1234")) as other,
         pytest.raises(CapacityError, match=r"1 other runs \(train-0badcafe\)"),
@@ -269,7 +268,7 @@ def test_a_full_file_system_is_found_before_the_first_step(small_tmpfs: Path) ->
 def test_space_that_somebody_else_takes_meanwhile(
     small_tmpfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RankTree, "require_space", lambda self, generations: None)
+    monkeypatch.setattr(_placement, "require_space", lambda *_: None)
     store = make_store(small_tmpfs)
     with pytest.raises(CapacityError, match="reserving"):
         store.allocate([make_optimizer(numel=100_000)])

@@ -8,17 +8,18 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tierstore.backends.gds import GdsStore
 from tierstore.backends.pinned import PinnedStore
 from tierstore.backends.posix import PosixStore
 from tierstore.config import TierConfig
-from tierstore.device import CpuDevice, Event, open_device
+from tierstore.device import CpuDevice, Events, open_device
 from tierstore.errors import StateError, TransferError, TransferTimeoutError
 from tierstore.records import ArrayKey, Identity
 from tierstore.state import RankState
@@ -35,7 +36,7 @@ def make_state(
     store_class: type[TierStore], directory: Path, device: Any = None, **options: Any
 ) -> RankState:
     options = {"slots": 2, "timeout_s": 60.0, **options}
-    config = TierConfig(tier=store_class.tier, directory=directory, **options)
+    config = TierConfig(tier=store_class.tier, directories=(directory,), **options)
     store = store_class(config, device or CpuDevice(), Identity(nonce="0badcafe"))
     optimizers = [
         make_optimizer(numel=30_000, chunk_numel=4096),
@@ -155,15 +156,13 @@ class _Broken:
 
     def done(self) -> Transfer:
         transfer = Transfer()
-        transfer.device_done.set_result(None)
+        transfer.device_done.set_result(())
         transfer.settled.set_result(None)
         return transfer
 
 
 class _SwapReads(_Broken):
-    def __call__(
-        self, key: ArrayKey, tile: int, out: torch.Tensor, after: Sequence[Event]
-    ) -> Transfer:
+    def __call__(self, key: ArrayKey, tile: int, out: torch.Tensor, after: Events) -> Transfer:
         if key.optimizer == "opt-0":
             tile = {1: 2, 2: 1}.get(tile, tile)
         transfer: Transfer = self.real(key, tile, out, after)
@@ -171,9 +170,7 @@ class _SwapReads(_Broken):
 
 
 class _SkipWrite(_Broken):
-    def __call__(
-        self, key: ArrayKey, tile: int, src: torch.Tensor, after: Sequence[Event]
-    ) -> Transfer:
+    def __call__(self, key: ArrayKey, tile: int, src: torch.Tensor, after: Events) -> Transfer:
         if tile == 1 and key.name == "exp_avg":
             return self.done()
         transfer: Transfer = self.real(key, tile, src, after)
@@ -181,23 +178,19 @@ class _SkipWrite(_Broken):
 
 
 class _EarlyRead(_Broken):
-    def __call__(
-        self, key: ArrayKey, tile: int, out: torch.Tensor, after: Sequence[Event]
-    ) -> Transfer:
+    def __call__(self, key: ArrayKey, tile: int, out: torch.Tensor, after: Events) -> Transfer:
         late: Transfer = self.real(key, tile, out, after)
         early = Transfer()
-        early.device_done.set_result(None)
+        early.device_done.set_result(())
         late.settled.add_done_callback(lambda future: early.settled.set_result(None))
         return early
 
 
 class _EarlyRelease(_Broken):
-    def __call__(
-        self, key: ArrayKey, tile: int, src: torch.Tensor, after: Sequence[Event]
-    ) -> Transfer:
+    def __call__(self, key: ArrayKey, tile: int, src: torch.Tensor, after: Events) -> Transfer:
         late: Transfer = self.real(key, tile, src, after)
         early = Transfer()
-        early.device_done.set_result(None)
+        early.device_done.set_result(())
         late.settled.add_done_callback(lambda future: early.settled.set_result(None))
         return early
 
@@ -228,9 +221,7 @@ def test_these_tests_see_a_broken_stream(
 class _FailingWrite(_Broken):
     failures = 1
 
-    def __call__(
-        self, key: ArrayKey, tile: int, src: torch.Tensor, after: Sequence[Event]
-    ) -> Transfer:
+    def __call__(self, key: ArrayKey, tile: int, src: torch.Tensor, after: Events) -> Transfer:
         if tile == 3 and self.failures:
             self.failures -= 1
             transfer = Transfer()
@@ -273,7 +264,7 @@ def test_an_error_of_the_visit_is_raised_as_it_is(tmp_path: Path) -> None:
 
 
 def test_the_cpu_tier_can_not_go_back(tmp_path: Path) -> None:
-    state = make_state(PinnedStore, tmp_path)
+    state = make_state(delayed(PinnedStore), tmp_path)
     state.fill(dict.fromkeys(state.optimizers, numbered))
     _FailingWrite(state.store, "_write")
     with pytest.raises(TransferError):
@@ -284,9 +275,7 @@ def test_the_cpu_tier_can_not_go_back(tmp_path: Path) -> None:
 
 
 class _Hanging(_Broken):
-    def __call__(
-        self, key: ArrayKey, tile: int, out: torch.Tensor, after: Sequence[Event]
-    ) -> Transfer:
+    def __call__(self, key: ArrayKey, tile: int, out: torch.Tensor, after: Events) -> Transfer:
         transfer: Transfer = Transfer() if tile == 2 else self.real(key, tile, out, after)
         return transfer
 
@@ -338,7 +327,7 @@ from tierstore.state import RankState
 from tierstore.records import Identity
 from tierstore.testing.conformance import make_optimizer
 
-config = TierConfig(tier="nvme", directory=Path(sys.argv[1]), slots=3, recovery="none")
+config = TierConfig(tier="nvme", directories=(Path(sys.argv[1]),), slots=3, recovery="none")
 store = PosixStore(config, CpuDevice(), Identity(nonce="0badcafe"))
 optimizer = make_optimizer(numel=int(sys.argv[2]), tile_numel=65536, chunk_numel=4 * 65536)
 state = RankState(store, [optimizer], dict, restore=lambda state: None)
@@ -372,12 +361,20 @@ def test_memory_of_a_sweep_does_not_grow_with_the_state(tmp_path: Path) -> None:
     assert larger_growth < growth + 4 * 2**20
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("store_class", STORES, ids=IDS)
-@pytest.mark.parametrize("slots", [1, 2, 4])
-def test_sweeps_on_cuda(store_class: type[TierStore], slots: int, tmp_path: Path) -> None:
+def require_cuda(store_class: type[TierStore]) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+    if issubclass(store_class, GdsStore):
+        pytest.importorskip("kvikio", reason="the gds tier needs kvikio")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "store_class", [*STORES, GdsStore, delayed(GdsStore)], ids=[*IDS, "gds", "gds-late"]
+)
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_sweeps_on_cuda(store_class: type[TierStore], slots: int, tmp_path: Path) -> None:
+    require_cuda(store_class)
     device = open_device(torch.device("cuda"))
     state = make_state(store_class, tmp_path, device, slots=slots)
 
@@ -395,15 +392,15 @@ def test_sweeps_on_cuda(store_class: type[TierStore], slots: int, tmp_path: Path
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("tier", ["nvme", "cpu"])
-def test_device_memory_does_not_grow_with_the_state(tier: str, tmp_path: Path) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    store_class = {"nvme": PosixStore, "cpu": PinnedStore}[tier]
+@pytest.mark.parametrize("store_class", [PosixStore, PinnedStore, GdsStore])
+def test_device_memory_does_not_grow_with_the_state(
+    store_class: type[TierStore], tmp_path: Path
+) -> None:
+    require_cuda(store_class)
     peaks = []
     for times, number in zip((1, 8), itertools.count()):
         device = open_device(torch.device("cuda"))
-        config = TierConfig(tier=tier, directory=tmp_path / str(number), slots=3)
+        config = TierConfig(tier=store_class.tier, directories=(tmp_path / str(number),), slots=3)
         store = store_class(config, device, Identity(nonce="0badcafe"))
         optimizer = make_optimizer(numel=times * 2**22, tile_numel=2**18, chunk_numel=2**20)
         before = torch.cuda.memory_allocated()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tierstore.errors import ConfigError
 from tierstore.layout import DEFAULT_TILE_NUMEL, MAX_CHUNK_NUMEL, TILE_NUMEL_MULTIPLE
@@ -24,8 +26,10 @@ class TierConfig:
     ----------
     tier
         Name of a registered tier (``nvme``, ``cpu``, ...).
-    directory
-        Where a file tier makes its store; each run makes a directory of its own in it.
+    directories
+        Where a file tier makes its store, one directory for each drive; each run makes a directory
+        of its own in each. The first has the whole tree, with links to what lies in the others.
+        A single path is taken as well.
     chunk_numel
         Most elements of one chunk (one file), at most 200,000,000.
     tile_numel
@@ -41,7 +45,8 @@ class TierConfig:
         ``step``: a crash at any point leaves the last finished step whole (needs the space
         twice). ``none``: overwrite in place; a crash in mid-step loses the state.
     io_threads
-        Threads that read and, apart from those, threads that write.
+        Threads that read and, apart from those, threads that write; the nvme tier has so many for
+        each directory.
     gds
         For the gds tier. ``auto``: where GPUDirect Storage is not to be had, kvikio's compatibility
         mode carries the tiles. ``require``: refuse to start then, and say what is missing.
@@ -55,7 +60,7 @@ class TierConfig:
     """
 
     tier: str
-    directory: Path | None = None
+    directories: tuple[Path, ...] = ()
     chunk_numel: int = MAX_CHUNK_NUMEL
     tile_numel: int = DEFAULT_TILE_NUMEL
     slots: int = 4
@@ -67,13 +72,19 @@ class TierConfig:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        if self.directory is not None:
-            object.__setattr__(self, "directory", Path(self.directory))
+        given: Any = self.directories
+        paths = (given,) if isinstance(given, str | os.PathLike) else given
+        object.__setattr__(self, "directories", tuple(Path(path) for path in paths))
         for name in ("chunk_numel", "tile_numel", "slots", "io_threads"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number")
         wrong = []
+        seen: dict[str, Path] = {}
+        for directory in self.directories:
+            first = seen.setdefault(os.path.realpath(directory), directory)
+            if first is not directory:
+                wrong.append(f"directories has {first} and {directory}, which are the same one")
         if not TILE_NUMEL_MULTIPLE <= self.chunk_numel <= MAX_CHUNK_NUMEL:
             wrong.append(
                 f"chunk_numel is {self.chunk_numel:,}; it must lie between "

@@ -224,6 +224,7 @@ class StateLayout:
         numel: int | None = None,
         chunk_numel: int = MAX_CHUNK_NUMEL,
         tile_numel: int = DEFAULT_TILE_NUMEL,
+        least_chunks: int = 1,
     ) -> StateLayout:
         """Choose tiles and chunks for these shards.
 
@@ -238,6 +239,9 @@ class StateLayout:
             Length of the array; None ends it with the last shard.
         chunk_numel, tile_numel
             The most elements of a chunk and of a tile.
+        least_chunks
+            Chunks are made smaller, down to one tile, to have so many: what is to be spread over
+            several drives comes in chunks.
 
         Raises
         ------
@@ -257,9 +261,8 @@ class StateLayout:
         # Tiles of fewer elements are for those who ask for them: narrow types can't share them.
         unit = _ANY_TYPE_MULTIPLE if tile_numel >= _ANY_TYPE_MULTIPLE else TILE_NUMEL_MULTIPLE
         tile_numel = min(tile_numel // unit * unit, max(_round_up(numel, unit), unit))
-        chunk_numel = min(
-            chunk_numel // tile_numel * tile_numel, max(_round_up(numel, tile_numel), tile_numel)
-        )
+        tiles_per_chunk = min(chunk_numel // tile_numel, -(-numel // tile_numel) // least_chunks)
+        chunk_numel = max(tiles_per_chunk, 1) * tile_numel
         return cls(numel=numel, chunk_numel=chunk_numel, tile_numel=tile_numel, shards=ordered)
 
     @property

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from tierstore.config import TierConfig
-    from tierstore.device import Device, Event
+    from tierstore.device import Device, Events
     from tierstore.records import Identity
 
 __all__ = [
@@ -81,13 +81,13 @@ class Probe:
 
 
 class Transfer:
-    """One tile of one array on its way.
+    """One tile, of one array or of all arrays of an optimizer, on its way.
 
     Attributes
     ----------
     device_done
-        Resolves, to an event or None, when the device's end is in order: after a read, what waits
-        for the event sees the tile; after a write, what waits for the event may reuse the tensor.
+        Resolves, to events, when the device's end is in order: after a read, what waits for them
+        sees the tile; after a write, what waits for them may reuse the tensors.
     settled
         Resolves when the bytes are on the tier (write) or checked (read), or to the error.
     """
@@ -95,7 +95,7 @@ class Transfer:
     __slots__ = ("device_done", "settled")
 
     def __init__(self) -> None:
-        self.device_done: Future[Event] = Future()
+        self.device_done: Future[Events] = Future()
         self.settled: Future[None] = Future()
 
     def fail(self, error: BaseException) -> None:
@@ -103,6 +103,47 @@ class Transfer:
         if not self.device_done.done():
             self.device_done.set_exception(error)
         self.settled.set_exception(error)
+
+
+class _Joint:
+    """One transfer that ends when several have ended, and fails when one of them has failed."""
+
+    def __init__(self, parts: Sequence[Transfer]) -> None:
+        self.transfer = Transfer()
+        self._lock = threading.Lock()
+        self._events: list[torch.cuda.Event] = []
+        self._on_device = self._unsettled = len(parts)
+        self._error: BaseException | None = None
+        for part in parts:
+            part.device_done.add_done_callback(self._device_done)
+            part.settled.add_done_callback(self._settled)
+
+    def _device_done(self, future: Future[Events]) -> None:
+        error = future.exception()
+        with self._lock:
+            self._on_device -= 1
+            last = not self._on_device
+            if error is None:
+                self._events += future.result()
+            else:
+                self._error = self._error or error
+        if last:
+            if self._error is None:
+                self.transfer.device_done.set_result(tuple(self._events))
+            else:
+                self.transfer.device_done.set_exception(self._error)
+
+    def _settled(self, future: Future[None]) -> None:
+        error = future.exception()
+        with self._lock:
+            self._unsettled -= 1
+            last = not self._unsettled
+            self._error = self._error or error
+        if last:
+            if self._error is None:
+                self.transfer.settled.set_result(None)
+            else:
+                self.transfer.settled.set_exception(self._error)
 
 
 class TierStore(ABC):
@@ -171,16 +212,38 @@ class TierStore(ABC):
         """Make ready to write the next generation."""
 
     @abstractmethod
-    def _read(
-        self, key: ArrayKey, tile: int, out: torch.Tensor, after: Sequence[Event]
-    ) -> Transfer:
+    def _read(self, key: ArrayKey, tile: int, out: torch.Tensor, after: Events) -> Transfer:
         """Start filling `out` from the last commit, once all of `after` have happened."""
 
     @abstractmethod
-    def _write(
-        self, key: ArrayKey, tile: int, src: torch.Tensor, after: Sequence[Event]
-    ) -> Transfer:
+    def _write(self, key: ArrayKey, tile: int, src: torch.Tensor, after: Events) -> Transfer:
         """Start writing `src` to the next generation, once all of `after` have happened."""
+
+    def _read_tile(
+        self, keys: Sequence[ArrayKey], tile: int, outs: Mapping[str, torch.Tensor], after: Events
+    ) -> Transfer:
+        """`_read` of every array of an optimizer; a tier may have a way for all at once."""
+        return self._together(lambda key: self._read(key, tile, outs[key.name], after), keys)
+
+    def _write_tile(
+        self, keys: Sequence[ArrayKey], tile: int, srcs: Mapping[str, torch.Tensor], after: Events
+    ) -> Transfer:
+        """`_write` of every array of an optimizer; a tier may have a way for all at once."""
+        return self._together(lambda key: self._write(key, tile, srcs[key.name], after), keys)
+
+    def _together(
+        self, start: Callable[[ArrayKey], Transfer], keys: Sequence[ArrayKey]
+    ) -> Transfer:
+        parts: list[Transfer] = []
+        try:
+            for key in keys:
+                parts.append(start(key))  # noqa: PERF401 - what has begun must be known
+        except BaseException:
+            # Those that have begun are on their way, and `settle` must wait for them.
+            for part in parts:
+                self._follow(part)
+            raise
+        return _Joint(parts).transfer
 
     @abstractmethod
     def _commit(self, commit: Commit) -> None:
@@ -199,6 +262,10 @@ class TierStore(ABC):
     @abstractmethod
     def _close(self, discard: bool) -> None:
         """Give back memory, threads and locks; remove what `allocate` made if `discard` is set."""
+
+    def order(self, optimizer: str) -> Sequence[int]:
+        """The tiles of an optimizer in the order in which a sweep had best take them."""
+        return range(self.optimizers[optimizer].layout.n_tiles)
 
     def _rollback(self) -> None:  # noqa: B027 - most tiers have nothing to do here
         """Forget what was written since `_begin`; no transfer is on its way."""
@@ -243,9 +310,7 @@ class TierStore(ABC):
         }
         self._phase = "writing"
 
-    def read(
-        self, key: ArrayKey, tile: int, out: torch.Tensor, *, after: Sequence[Event] = ()
-    ) -> Transfer:
+    def read(self, key: ArrayKey, tile: int, out: torch.Tensor, *, after: Events = ()) -> Transfer:
         """Start reading one tile of the last commit.
 
         Parameters
@@ -271,9 +336,7 @@ class TierStore(ABC):
         self._check(key, tile, out)
         return self._follow(self._read(key, tile, out, after))
 
-    def write(
-        self, key: ArrayKey, tile: int, src: torch.Tensor, *, after: Sequence[Event] = ()
-    ) -> Transfer:
+    def write(self, key: ArrayKey, tile: int, src: torch.Tensor, *, after: Events = ()) -> Transfer:
         """Start writing one tile of the generation that `begin` started.
 
         Parameters and errors as for `read`; `src` must not change until the transfer's
@@ -281,10 +344,35 @@ class TierStore(ABC):
         """
         self._require("writing")
         self._check(key, tile, src)
-        if tile not in self._unwritten[key]:
-            raise StateError(f"{self}: tile {tile} of {key} was written twice in one generation")
+        self._require_unwritten(key, tile)
         transfer = self._follow(self._write(key, tile, src, after), self._generation)
         self._unwritten[key].discard(tile)
+        return transfer
+
+    def read_tile(
+        self, optimizer: str, tile: int, outs: Mapping[str, torch.Tensor], *, after: Events = ()
+    ) -> Transfer:
+        """Start reading one tile of every array of an optimizer: `read`, by array name."""
+        self._require("idle", "writing")
+        if self.committed is None:
+            raise StateError(f"{self}: nothing was committed yet, so there is nothing to read")
+        keys = self._keys(optimizer)
+        for key in keys:
+            self._check(key, tile, outs[key.name])
+        return self._follow(self._read_tile(keys, tile, outs, after))
+
+    def write_tile(
+        self, optimizer: str, tile: int, srcs: Mapping[str, torch.Tensor], *, after: Events = ()
+    ) -> Transfer:
+        """Start writing one tile of every array of an optimizer: `write`, by array name."""
+        self._require("writing")
+        keys = self._keys(optimizer)
+        for key in keys:
+            self._check(key, tile, srcs[key.name])
+            self._require_unwritten(key, tile)
+        transfer = self._follow(self._write_tile(keys, tile, srcs, after), self._generation)
+        for key in keys:
+            self._unwritten[key].discard(tile)
         return transfer
 
     def _follow(self, transfer: Transfer, generation: int | None = None) -> Transfer:
@@ -472,6 +560,15 @@ class TierStore(ABC):
             "closed": "is closed",
         }
         raise StateError(f"{self} {said[self._phase]}, so this call can't be served")
+
+    def _keys(self, optimizer: str) -> Sequence[ArrayKey]:
+        if optimizer not in self.optimizers:
+            raise LayoutError(f"{self} has no optimizer {optimizer!r}")
+        return self.optimizers[optimizer].keys()
+
+    def _require_unwritten(self, key: ArrayKey, tile: int) -> None:
+        if tile not in self._unwritten[key]:
+            raise StateError(f"{self}: tile {tile} of {key} was written twice in one generation")
 
     def _check(self, key: ArrayKey, tile: int, tensor: torch.Tensor) -> None:
         entry = self.optimizers.get(key.optimizer)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import queue
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,11 +17,11 @@ from tierstore.schedule import Place, SweepSchedule
 if TYPE_CHECKING:
     import torch
 
-    from tierstore.device import Event
+    from tierstore.device import Events
     from tierstore.layout import Tile
     from tierstore.records import OptimizerLayout
-    from tierstore.store import TierStore, Transfer
-    from tierstore.window import Window
+    from tierstore.store import TierStore
+    from tierstore.window import Slot, Window
 
 __all__ = ["StateStream", "TileViews"]
 
@@ -41,15 +40,6 @@ class TileViews:
 
     tile: Tile
     arrays: dict[str, torch.Tensor]
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A tile on its way into or out of its slot: what is still to come of it."""
-
-    place: Place
-    pending: int
-    events: list[Event] = field(default_factory=list)
 
 
 class StateStream:
@@ -162,7 +152,6 @@ class _Sweep:
         self._device = store.device
         # What its tiles are of.
         self.commit = store.committed
-        self._keys = optimizer.keys()
         self._schedule = SweepSchedule(
             store.order(optimizer.name) if order is None else order,
             slots=len(window.slots),
@@ -173,11 +162,10 @@ class _Sweep:
         )
         # I/O threads report here; only this thread touches the schedule.
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._deadlines: dict[int, float] = {}
-        self._tickets = itertools.count()
-        self._arriving: dict[int, _Flight] = {}
-        self._leaving: dict[int, _Flight] = {}
-        self._settling: dict[int, int] = {}
+        # Of the transfers that are on their way, in the order in which they began.
+        self._deadlines: dict[tuple[str, int], float] = {}
+        self._arrivals: dict[int, Events] = {}
+        self._slots: dict[int, Slot] = {}
         self._in_window = 0
         self.metrics = SweepMetrics()
 
@@ -198,82 +186,69 @@ class _Sweep:
     def _take_up(self, place: Place) -> None:
         self._in_window += 1
         self.metrics.peak_tiles = max(self.metrics.peak_tiles, self._in_window)
+        tile = place.tile
+        slot = self._slots[tile] = self._window.slots[place.slot]
         if not self._reads:
             return
-        slot = self._window.slots[place.slot]
+        self._deadlines["read", tile] = self._deadline()
         views = slot.views(self._optimizer)
-        self._arriving[place.tile] = _Flight(place, len(self._keys))
-        for key in self._keys:
-            transfer = self._store.read(key, place.tile, views[key.name], after=slot.free_after)
-            self._follow(transfer)
-            transfer.device_done.add_done_callback(partial(self._report, self._arrived, place.tile))
+        transfer = self._store.read_tile(self._optimizer.name, tile, views, after=slot.free_after)
+        transfer.device_done.add_done_callback(partial(self._report, self._arrived, tile))
+        transfer.settled.add_done_callback(partial(self._report, self._checked, tile))
 
-    def _arrived(self, tile: int, future: Future[Event]) -> None:
-        flight = self._arriving[tile]
-        flight.events.append(future.result())
-        flight.pending -= 1
-        if not flight.pending:
-            self._schedule.arrived(tile)
+    def _arrived(self, tile: int, future: Future[Events]) -> None:
+        self._arrivals[tile] = future.result()
+        self._schedule.arrived(tile)
+
+    def _checked(self, tile: int, future: Future[None]) -> None:
+        del self._deadlines["read", tile]
+        future.result()
 
     def _visit_tile(self, place: Place, visit: Callable[[TileViews], None]) -> None:
-        slot = self._window.slots[place.slot]
+        tile, slot = place.tile, self._slots[place.tile]
         views = slot.views(self._optimizer)
-        grid = self._optimizer.layout.tile(place.tile)
-        before = self._arriving.pop(place.tile).events if self._reads else slot.free_after
-        for event in before:
-            self._device.wait(event)
+        grid = self._optimizer.layout.tile(tile)
+        self._device.wait(self._arrivals.pop(tile) if self._reads else slot.free_after)
         started = time.perf_counter()
         if not self._reads:
             for view in views.values():
                 view.zero_()
-        visit(TileViews(grid, {name: view[: grid.numel] for name, view in views.items()}))
+        if grid.numel == self._optimizer.layout.tile_numel:
+            visit(TileViews(grid, views))
+        else:
+            visit(TileViews(grid, {name: view[: grid.numel] for name, view in views.items()}))
         self.metrics.update_s += time.perf_counter() - started
         self.metrics.tiles += 1
-        updated = self._device.mark()
+        slot.free_after = self._device.mark()
         if not self._writes:
-            slot.free_after = [updated]
-            self._release(place.tile)
-            return
-        slot.free_after = []
-        self._leaving[place.tile] = _Flight(place, len(self._keys))
-        self._settling[place.tile] = len(self._keys)
-        for key in self._keys:
-            transfer = self._store.write(key, place.tile, views[key.name], after=[updated])
-            self._follow(transfer)
-            transfer.device_done.add_done_callback(partial(self._report, self._left, place.tile))
-            transfer.settled.add_done_callback(partial(self._report, self._settled, place.tile))
-
-    def _left(self, tile: int, future: Future[Event]) -> None:
-        flight = self._leaving[tile]
-        self._window.slots[flight.place.slot].free_after.append(future.result())
-        flight.pending -= 1
-        if not flight.pending:
-            del self._leaving[tile]
             self._release(tile)
+            return
+        self._deadlines["write", tile] = self._deadline()
+        transfer = self._store.write_tile(self._optimizer.name, tile, views, after=slot.free_after)
+        transfer.device_done.add_done_callback(partial(self._report, self._left, tile))
+        transfer.settled.add_done_callback(partial(self._report, self._settled, tile))
+
+    def _left(self, tile: int, future: Future[Events]) -> None:
+        self._slots[tile].free_after = future.result()
+        self._release(tile)
 
     def _release(self, tile: int) -> None:
+        del self._slots[tile]
         self._in_window -= 1
         self._schedule.released(tile)
 
     def _settled(self, tile: int, future: Future[None]) -> None:
+        del self._deadlines["write", tile]
         future.result()
-        self._settling[tile] -= 1
-        if not self._settling[tile]:
-            del self._settling[tile]
-            self._schedule.settled(tile)
+        self._schedule.settled(tile)
 
-    def _follow(self, transfer: Transfer) -> None:
-        # By number: see `TierStore` for why callbacks do not refer to their transfer.
-        ticket = next(self._tickets)
-        self._deadlines[ticket] = time.monotonic() + self._store.config.timeout_s
-        transfer.settled.add_done_callback(partial(self._report, self._came_to_an_end, ticket))
+    def _deadline(self) -> float:
+        return time.monotonic() + self._store.config.timeout_s
 
-    def _came_to_an_end(self, ticket: int, future: Future[None]) -> None:
-        del self._deadlines[ticket]
-        future.result()
-
-    def _report(self, handle: Callable[[int, Future], None], number: int, future: Future) -> None:  # type: ignore[type-arg]
-        self._done.put(partial(handle, number, future))
+    def _report(self, handle: Callable[[int, Future], None], tile: int, future: Future) -> None:  # type: ignore[type-arg]
+        # Refers to the tile by number: see `TierStore` for why callbacks do not refer to their
+        # transfer.
+        self._done.put(partial(handle, tile, future))
 
     def _handle_what_came(self) -> None:
         while True:
@@ -287,7 +262,7 @@ class _Sweep:
         """Wait for one report, and count the wait to what the sweep lacks."""
         started = time.monotonic()
         # A report may be about to come of a transfer that has ended: then there is no deadline.
-        soonest = min(self._deadlines.values(), default=started + self._store.config.timeout_s)
+        soonest = next(iter(self._deadlines.values()), self._deadline())
         try:
             handle = self._done.get(timeout=max(0.0, soonest - started))
         except queue.Empty:
@@ -311,4 +286,4 @@ class _Sweep:
         # Settled reads may still be on their way from a host block to a slot.
         self._device.synchronize()
         for slot in self._window.slots:
-            slot.free_after = []
+            slot.free_after = ()

@@ -14,7 +14,7 @@ from tierstore.errors import ConfigError
 from tierstore.layout import DEFAULT_TILE_NUMEL, MAX_CHUNK_NUMEL
 from tierstore.registry import available_tiers
 
-__all__ = ["add_arguments", "config_from_args", "parse_nbytes"]
+__all__ = ["add_arguments", "config_from_args", "parse_directories", "parse_nbytes"]
 
 _FILE_TIERS = ("nvme", "gds")
 _logger = logging.getLogger("tierstore.megatron")
@@ -35,11 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--optimizer-state-dir",
-        type=Path,
-        default=None,
-        metavar="DIR",
-        help="directory on a local drive for the file tiers; each run makes one of its own in it, "
-        "<role>-<nonce>, and leaves it there: remove those of runs that have ended",
+        type=parse_directories,
+        default=(),
+        metavar="DIR[,DIR...]",
+        help="directory on a local drive for the file tiers, or one for each drive: the state is "
+        "spread over them by the bandwidth that each shows. Each run makes a directory of its own "
+        "in them, <role>-<nonce>, and leaves it there: remove those of runs that have ended",
     )
     group.add_argument(
         "--optimizer-state-chunk-numel",
@@ -82,7 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=int,
         default=4,
         metavar="N",
-        help="threads that read and, apart from them, threads that write (default: %(default)s)",
+        help="threads that read and, apart from them, threads that write; on the nvme tier for "
+        "each directory (default: %(default)s)",
     )
     group.add_argument(
         "--optimizer-state-gds",
@@ -98,6 +100,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="first part of the names of this run's directories (default: %(default)s)",
     )
     return parser
+
+
+def parse_directories(text: str) -> tuple[Path, ...]:
+    """Read paths with commas between them.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError
+        There is nothing before, after or between commas.
+
+    Examples
+    --------
+    >>> [str(path) for path in parse_directories("/nvme0/state,/nvme1/state")]
+    ['/nvme0/state', '/nvme1/state']
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has an empty part; write one directory, or several with a comma between them"
+        )
+    return tuple(Path(part) for part in parts)
 
 
 def parse_nbytes(text: str) -> int:
@@ -129,7 +152,7 @@ def config_from_args(args: argparse.Namespace | Any) -> TierConfig | None:
         options does not go with tiered state; the message names all of them.
     """
     if args.optimizer_state_tier == "none":
-        if args.optimizer_state_dir is not None:
+        if args.optimizer_state_dir:
             _logger.warning(
                 "--optimizer-state-dir is given and --optimizer-state-tier is none: the optimizer "
                 "state stays where it is"
@@ -140,7 +163,7 @@ def config_from_args(args: argparse.Namespace | Any) -> TierConfig | None:
             f"the {args.optimizer_state_tier} tier is not in this installation of tierstore; it "
             f"has {', '.join(sorted(available_tiers()))}"
         )
-    if args.optimizer_state_tier in _FILE_TIERS and args.optimizer_state_dir is None:
+    if args.optimizer_state_tier in _FILE_TIERS and not args.optimizer_state_dir:
         raise ConfigError(
             f"--optimizer-state-tier={args.optimizer_state_tier} needs --optimizer-state-dir, a "
             "directory on a local drive"
@@ -148,7 +171,7 @@ def config_from_args(args: argparse.Namespace | Any) -> TierConfig | None:
     refuse_arguments(args)
     return TierConfig(
         tier=args.optimizer_state_tier,
-        directory=args.optimizer_state_dir,
+        directories=args.optimizer_state_dir,
         chunk_numel=args.optimizer_state_chunk_numel,
         tile_numel=args.optimizer_state_tile_numel,
         slots=args.optimizer_state_slots,

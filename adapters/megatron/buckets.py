@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["OwnedShard", "lay_out", "owned_shards"]
 
+_CHUNKS_PER_DIRECTORY = 8
+
 
 @dataclass(frozen=True, slots=True)
 class OwnedShard:
@@ -84,11 +86,14 @@ def owned_shards(
 
 def lay_out(owned: list[OwnedShard], numel: int, config: TierConfig) -> StateLayout:
     """The layout of these shards on the configured grid."""
+    n_directories = len(config.directories)
     return StateLayout.plan(
         [entry.shard for entry in owned],
         numel=numel,
         chunk_numel=config.chunk_numel,
         tile_numel=config.tile_numel,
+        # Enough that drives of unequal speed get their shares.
+        least_chunks=_CHUNKS_PER_DIRECTORY * n_directories if n_directories > 1 else 1,
     )
 
 

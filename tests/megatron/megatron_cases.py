@@ -166,12 +166,20 @@ def cuda_builds() -> list[Build]:
     return [Build(path="", version=version, flavour=name, device="cuda") for name in flavours]
 
 
+def tiers_of(builds: list[Build]) -> list[str]:
+    """Return the tiers that can run with these builds."""
+    if not builds:
+        return []
+    gds = builds[0].device == "cuda" and importlib.util.find_spec("kvikio") is not None
+    return ["nvme", "cpu", *(["gds"] if gds else [])]
+
+
 def bit_equal_cases(builds: list[Build], *, single_rank: bool = False) -> list[Case]:
     """Choose cases so that every value of every dimension meets every value of all others.
 
     Each build with each tier is one value of a dimension of its own.
     """
-    targets = [(build, tier) for build in builds for tier in ("nvme", "cpu")]
+    targets = [(build, tier) for build in builds for tier in tiers_of(builds)]
     dimensions: dict[str, list[Any]] = {"target": targets} | DIMENSIONS
     if single_rank:
         dimensions["parallel"] = ["dp1"]

@@ -90,7 +90,7 @@ def _run_on_tier(
     case: Case, tier: Tier, device: torch.device, directory: Path
 ) -> tuple[Trace, list[str]]:
     trainer = Trainer(case.recipe, device)
-    config = TierConfig(directory=directory, timeout_s=60.0, **dataclasses.asdict(tier))
+    config = TierConfig(directories=(directory,), timeout_s=60.0, **dataclasses.asdict(tier))
     counters: list[Counters] = []
     with (
         disturbed(case.sabotage, delays=case.delays),

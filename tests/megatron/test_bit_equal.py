@@ -14,6 +14,7 @@ from megatron_cases import (
     bit_equal_cases,
     cuda_builds,
     megatron_builds,
+    tiers_of,
 )
 from megatron_harness import GroupPool
 from megatron_sabotage import KINDS
@@ -21,7 +22,7 @@ from megatron_sabotage import KINDS
 
 def late(builds: list[Build]) -> list[Case]:
     """Build cases in which transfers are late, with few and with many slots for many tiles."""
-    knobs = [(tier, slots) for slots in (2, 3, 5) for tier in ("nvme", "cpu")]
+    knobs = [(tier, slots) for slots in (2, 3, 5) for tier in tiers_of(builds)]
     recipe = Recipe(params="fp32", interlude="reload")
     return [
         Case(
@@ -30,13 +31,13 @@ def late(builds: list[Build]) -> list[Case]:
             tier=Tier(tier=tier, tile_numel=1024, chunk_numel=4096, slots=slots),
             delays=True,
         )
-        for number, (tier, slots) in enumerate(knobs if builds else [])
+        for number, (tier, slots) in enumerate(knobs)
     ]
 
 
 def sabotaged(builds: list[Build]) -> list[Case]:
-    """Build cases of every way to break the stream, on both tiers, with the builds in turn."""
-    ways = [(kind, tier) for kind in KINDS for tier in ("nvme", "cpu")]
+    """Build cases of every way to break the stream, on every tier, with the builds in turn."""
+    ways = [(kind, tier) for kind in KINDS for tier in tiers_of(builds)]
     return [
         Case(
             build=builds[number % len(builds)],
@@ -44,7 +45,7 @@ def sabotaged(builds: list[Build]) -> list[Case]:
             tier=Tier(tier=tier, tile_numel=1024, slots=3),
             sabotage=kind,
         )
-        for number, (kind, tier) in enumerate(ways if builds else [])
+        for number, (kind, tier) in enumerate(ways)
     ]
 
 

@@ -114,7 +114,7 @@ class TierStoreTests:
     def config(self, tmp_path: Path) -> TierConfig:
         """A configuration that the tier runs with."""
         return TierConfig(
-            tier=self.store_class.tier, directory=tmp_path / "stores", slots=2, timeout_s=60.0
+            tier=self.store_class.tier, directories=(tmp_path / "stores",), slots=2, timeout_s=60.0
         )
 
     @pytest.fixture
@@ -300,8 +300,7 @@ class TierStoreTests:
         with pytest.raises(CapacityError) as caught:
             fresh.allocate([huge])
         _same(caught.value.errno in (errno.ENOSPC, errno.ENOMEM), True, "whether errno is kept")
-        directory = fresh.config.directory
-        left = list(directory.rglob("rank-*")) if directory is not None else []
+        left = [path for top in fresh.config.directories for path in top.rglob("rank-*")]
         _same(left, [], "what was left behind")
 
     def test_snapshot_opens_with_zarr(self, store: TierStore, tmp_path: Path) -> None:

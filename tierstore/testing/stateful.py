@@ -42,7 +42,7 @@ def store_machine(store_class: type[TierStore]) -> type[RuleBasedStateMachine]:
 
             self.directory = Path(tempfile.mkdtemp())
             self.config = TierConfig(
-                tier=store_class.tier, directory=self.directory, slots=slots, recovery=recovery
+                tier=store_class.tier, directories=(self.directory,), slots=slots, recovery=recovery
             )
             self.device = open_device(torch.device("cpu"))
             self.store = store_class(self.config, self.device, Identity(nonce="model"))
