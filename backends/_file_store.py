@@ -167,6 +167,11 @@ class FileStore(TierStore):
         self._holds[current] = self.committed = commit
         self._phase = "idle"
 
+    @property
+    def _n_threads(self) -> int:
+        # All arrays of a tile lie on one drive: few threads would all be at the same one.
+        return self.config.io_threads * len(self.config.directories)
+
     def _others(self) -> tuple[Path, ...]:
         """The rank's directories on further drives, by what the user named: no record says them."""
         below = Path(self.path.parent.name, self.path.name)

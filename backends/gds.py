@@ -116,7 +116,7 @@ class GdsStore(FileStore):
         self._direct = not refused
         if refused:
             _logger.warning("%s: %s; reading and writing through the page cache", self, refused)
-        threads = 2 * self.config.io_threads
+        threads = 2 * self._n_threads
         settings: dict[str, Any] = {
             "compat_mode": kvikio.CompatMode.ON if why else kvikio.CompatMode.OFF,
             "num_threads": threads,
@@ -134,9 +134,9 @@ class GdsStore(FileStore):
         # A file that falls out is closed when the last transfer that holds it has ended.
         self._file = lru_cache(maxsize=_OPEN_FILES)(_open)
         self._resources.callback(self._file.cache_clear)
-        self._readers = IoThreads(self.config.io_threads, "tierstore-read")
+        self._readers = IoThreads(self._n_threads, "tierstore-read")
         self._resources.callback(self._readers.close)
-        self._writers = IoThreads(self.config.io_threads, "tierstore-write")
+        self._writers = IoThreads(self._n_threads, "tierstore-write")
         self._resources.callback(self._writers.close)
 
     def _bounce_nbytes(self, threads: int) -> int:

@@ -63,11 +63,9 @@ class PosixStore(FileStore):
         self._blocks = BlockPool(count, block_nbytes, self.device)
         self._resources.callback(self._blocks.close)
         self.host_nbytes = self._blocks.nbytes
-        # All arrays of a tile lie on one drive: few threads would all be at the same one.
-        n_threads = self.config.io_threads * len(self.config.directories)
-        self._readers = IoThreads(n_threads, "tierstore-read")
+        self._readers = IoThreads(self._n_threads, "tierstore-read")
         self._resources.callback(self._readers.close)
-        self._writers = IoThreads(n_threads, "tierstore-write")
+        self._writers = IoThreads(self._n_threads, "tierstore-write")
         self._resources.callback(self._writers.close)
 
     def _run_all(self, function: Callable[[Any], None], items: Iterable[Any]) -> None:

@@ -28,6 +28,7 @@ from tierstore.zarr_format import BLOCK_NBYTES
 __all__ = ["DirectFiles", "FileLimit", "KvikioFiles", "Mover", "Piece", "fio_mixed"]
 
 _MOST_FIO_NBYTES = 8 * 10**9
+_HUGE_PAGE_NBYTES = 2 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,11 @@ class Piece:
 
 
 class Mover(Protocol):
-    """A way of reading some pieces and writing random data over others."""
+    """Something that reads some pieces and writes random data over others, in one way or more."""
 
-    def move(self, sources: Sequence[Piece], targets: Sequence[Piece]) -> list[Rate]:
+    ways: tuple[str, ...]
+
+    def move(self, way: str, sources: Sequence[Piece], targets: Sequence[Piece]) -> Rate:
         """Read all sources and write all targets; return when the targets are on the drive."""
 
 
@@ -65,6 +68,7 @@ class FileLimit:
         # The files are the subject here: where they are is no part of a store's interface.
         self._tree: RankTree = store._tree  # type: ignore[attr-defined]
         self._store, self._mover = store, mover
+        self._ways = mover.ways
         # One on each drive.
         self._scratch: list[Path] = []
         if store.config.recovery == "none":
@@ -73,11 +77,13 @@ class FileLimit:
                 directory.mkdir()
 
     def measure(self) -> list[Rate]:
-        """See `benchmarks.limits.Limit`."""
+        """See `benchmarks.limits.Limit`; the first time in every way, then in the fastest one."""
         current, _, _ = self._tree.current()
         other = GENERATIONS[1 - GENERATIONS.index(current)]
-        pairs = list(self._pairs(current, other))
-        return self._mover.move([source for source, _ in pairs], [target for _, target in pairs])
+        sources, targets = zip(*self._pairs(current, other), strict=True)
+        rates = {way: self._mover.move(way, sources, targets) for way in self._ways}
+        self._ways = (max(rates, key=lambda way: rates[way].gb_per_s),)
+        return list(rates.values())
 
     def _pairs(self, current: str, other: str) -> Iterator[tuple[Piece, Piece]]:
         """Each tile of the current generation and the place written over, in a sweep's order."""
@@ -116,56 +122,66 @@ class DirectFiles:
         Whether to open with O_DIRECT; not where the store could not.
     """
 
+    ways: tuple[str, ...] = ("each thread reads or writes", "each thread takes a read and a write in turn")
+
     def __init__(self, threads: int, *, direct: bool) -> None:
         self._threads = threads
         self._flags = os.O_DIRECT if direct else 0
-        self._how = (
-            f"{'direct' if direct else 'buffered'} reads and writes at once, {threads} + {threads} "
-            "threads"
-        )
+        self._how = f"{'direct' if direct else 'buffered'} I/O by {threads} + {threads} threads"
 
-    def move(self, sources: Sequence[Piece], targets: Sequence[Piece]) -> list[Rate]:
+    def move(self, way: str, sources: Sequence[Piece], targets: Sequence[Piece]) -> Rate:
         """See `Mover`."""
-        to_read, to_write = deque(sources), deque(targets)
         with contextlib.ExitStack() as stack:
             readers = stack.enter_context(_opened(sources, os.O_RDONLY | self._flags))
             writers = stack.enter_context(_opened(targets, os.O_WRONLY | self._flags))
-            buffers = [
-                (_buffer(sources), _buffer(targets, random=True)) for _ in range(self._threads)
-            ]
+            reads = deque((os.preadv, readers[piece.path], piece) for piece in sources)
+            writes = deque((os.pwritev, writers[piece.path], piece) for piece in targets)
+            queues = [reads, writes]
+            if way == self.ways[1]:
+                both = deque(call for pair in zip(reads, writes, strict=True) for call in pair)
+                queues = [both, both]
+            buffers = _buffers(2 * self._threads, max(piece.nbytes for piece in sources))
             # An interrupt ends the threads soon, and only then the files are closed.
             pool = stack.enter_context(ThreadPoolExecutor(2 * self._threads))
-            stack.callback(to_write.clear)
-            stack.callback(to_read.clear)
+            for calls in queues:
+                stack.callback(calls.clear)
             started = time.perf_counter()
             work = [
-                pool.submit(_carry, call, todo, files, buffer)
-                for into, out in buffers
-                for call, todo, files, buffer in (
-                    (os.preadv, to_read, readers, into),
-                    (os.pwritev, to_write, writers, out),
-                )
+                pool.submit(_carry, queues[number % 2], buffer)
+                for number, buffer in enumerate(buffers)
             ]
             for task in work:
                 task.result()
             list(pool.map(os.fdatasync, writers.values()))
-            return [_rate(self._how, started, sources, targets)]
+            return _rate(f"{self._how}, {way}", started, sources, targets)
 
 
-def _carry(call: Any, todo: deque[Piece], files: dict[Path, int], buffer: mmap.mmap) -> None:
-    """Let one thread take piece after piece until there is none left."""
-    view = memoryview(buffer)
+def _carry(calls: deque[Any], buffer: memoryview) -> None:
+    """Let one thread make call after call until there is none left."""
     while True:
         try:
-            piece = todo.popleft()
+            call, descriptor, piece = calls.popleft()
         except IndexError:
             return
         done = 0
         while done < piece.nbytes:
-            count = call(files[piece.path], [view[done : piece.nbytes]], piece.offset + done)
+            count = call(descriptor, [buffer[done : piece.nbytes]], piece.offset + done)
             if count == 0:
                 raise EOFError(f"{piece.path.name} ends before byte {piece.offset + piece.nbytes}")
             done += count
+
+
+def _buffers(count: int, nbytes: int) -> list[memoryview]:
+    """Random bytes on huge pages where there are any: a drive takes them in fewer pieces."""
+    stride = -(-nbytes // _HUGE_PAGE_NBYTES) * _HUGE_PAGE_NBYTES
+    memory = mmap.mmap(-1, count * stride)
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    random = np.random.default_rng().bytes(stride)
+    for start in range(0, count * stride, stride):
+        memory[start : start + stride] = random
+    view = memoryview(memory)
+    return [view[start : start + nbytes] for start in range(0, count * stride, stride)]
 
 
 @contextlib.contextmanager
@@ -179,16 +195,6 @@ def _opened(pieces: Sequence[Piece], flags: int) -> Iterator[dict[Path, int]]:
     finally:
         for descriptor in files.values():
             os.close(descriptor)
-
-
-def _buffer(pieces: Sequence[Piece], *, random: bool = False) -> mmap.mmap:
-    """Memory for the largest piece; a mapping starts at a page, as direct I/O needs it."""
-    buffer = mmap.mmap(-1, max(piece.nbytes for piece in pieces))
-    # Also where it is only read into: a page that was never touched costs a fault.
-    np.frombuffer(buffer, np.uint8)[:] = 0
-    if random:
-        buffer[:] = np.random.default_rng().bytes(len(buffer))
-    return buffer
 
 
 def _rate(how: str, started: float, sources: Sequence[Piece], targets: Sequence[Piece]) -> Rate:
@@ -211,42 +217,35 @@ class KvikioFiles:
         Calls under way at once, each way.
     """
 
+    ways: tuple[str, ...] = ("reads and writes at once", "reads and then writes")
+
     def __init__(self, device: torch.device, depth: int) -> None:
         self._device, self._depth = device, depth
 
-    def move(self, sources: Sequence[Piece], targets: Sequence[Piece]) -> list[Rate]:
-        """See `Mover`; once with reads and writes at once, once with one after the other."""
+    def move(self, way: str, sources: Sequence[Piece], targets: Sequence[Piece]) -> Rate:
+        """See `Mover`."""
         # Tiles alone: with the block behind them they would be a little more than one task each.
         sources, targets = _without_checksums(sources), _without_checksums(targets)
         with contextlib.ExitStack() as stack:
             readers = stack.enter_context(_kvikio_opened(sources, "r"))
             writers = stack.enter_context(_kvikio_opened(targets, "r+"))
             synced = stack.enter_context(_opened(targets, os.O_WRONLY))
-            pool = stack.enter_context(ThreadPoolExecutor(2))
+            # With one thread, what is submitted second begins when the first has ended.
+            pool = stack.enter_context(ThreadPoolExecutor(2 if way == self.ways[0] else 1))
             into, out = (
                 _device_buffers(self._device, self._depth, pieces) for pieces in (sources, targets)
             )
             if self._device.type == "cuda":
                 # kvikio does not wait for the streams that made the random data.
                 torch.cuda.synchronize(self._device)
-
-            def read() -> None:
-                _keep_under_way(readers, "pread", sources, into)
-
-            def write() -> None:
-                _keep_under_way(writers, "pwrite", targets, out)
-                for descriptor in synced.values():
-                    os.fdatasync(descriptor)
-
-            how = _kvikio_settings()
             started = time.perf_counter()
-            for way in [pool.submit(read), pool.submit(write)]:
-                way.result()
-            rates = [_rate(f"{how}, reads and writes at once", started, sources, targets)]
-            started = time.perf_counter()
-            read()
-            write()
-            return [*rates, _rate(f"{how}, reads and then writes", started, sources, targets)]
+            read = pool.submit(_keep_under_way, readers, "pread", sources, into)
+            write = pool.submit(_keep_under_way, writers, "pwrite", targets, out)
+            read.result()
+            write.result()
+            for descriptor in synced.values():
+                os.fdatasync(descriptor)
+            return _rate(f"{_kvikio_settings()}, {way}", started, sources, targets)
 
 
 def _kvikio_settings() -> str:

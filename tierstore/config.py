@@ -45,8 +45,7 @@ class TierConfig:
         ``step``: a crash at any point leaves the last finished step whole (needs the space
         twice). ``none``: overwrite in place; a crash in mid-step loses the state.
     io_threads
-        Threads that read and, apart from those, threads that write; the nvme tier has so many for
-        each directory.
+        Threads that read and, apart from those, threads that write, for each directory.
     gds
         For the gds tier. ``auto``: where GPUDirect Storage is not to be had, kvikio's compatibility
         mode carries the tiles. ``require``: refuse to start then, and say what is missing.

@@ -184,5 +184,6 @@ class RankState:
     def close(self, *, discard: bool = False) -> None:
         """Give back window, memory and threads; see `TierStore.close`."""
         self.store.close(discard=discard)
+        self._free_window()
         self._streams.clear()
         self.window.slots.clear()

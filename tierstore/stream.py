@@ -287,3 +287,5 @@ class _Sweep:
         self._device.synchronize()
         for slot in self._window.slots:
             slot.free_after = ()
+        # Reports refer to this sweep and would keep it until a garbage collection.
+        self._done = queue.SimpleQueue()

@@ -83,8 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=int,
         default=4,
         metavar="N",
-        help="threads that read and, apart from them, threads that write; on the nvme tier for "
-        "each directory (default: %(default)s)",
+        help="threads that read and, apart from them, threads that write, for each directory "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--optimizer-state-gds",
