@@ -8,6 +8,7 @@ reads a few blocks there. Run as a program, this module is that process.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -42,10 +43,12 @@ def gpudirect_refused(directory: Path, device_index: int) -> str:
 
 def _ask(directory: Path, device_index: int) -> str:
     command = [sys.executable, "-m", __name__, str(directory), str(device_index)]
+    # What this process can import, also where a script has added to its path.
+    path = os.pathsep.join(filter(None, sys.path))
     try:
         done = subprocess.run(
             command,
-            env={**os.environ, **_WITHOUT_FALLBACK},
+            env={**os.environ, **_WITHOUT_FALLBACK, "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -85,7 +88,7 @@ def _file_system(directory: Path, proc: Path) -> str:
     for line in (proc / "self/mounts").read_text().splitlines():
         _, mounted, found, *_ = line.split()
         # The kernel writes a space in a path as \040.
-        mount = Path(mounted.encode().decode("unicode_escape"))
+        mount = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), mounted))
         if place.is_relative_to(mount) and len(mount.parts) >= best:
             best, kind = len(mount.parts), found
     return kind

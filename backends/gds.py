@@ -121,6 +121,8 @@ class GdsStore(FileStore):
             "compat_mode": kvikio.CompatMode.ON if why else kvikio.CompatMode.OFF,
             "num_threads": threads,
             "task_size": _TASK_NBYTES,
+            # Smaller transfers would go by the calling thread and through host memory.
+            "gds_threshold": 0,
             "auto_direct_io_read": self._direct,
             "auto_direct_io_write": self._direct,
         }
@@ -142,13 +144,13 @@ class GdsStore(FileStore):
     def _bounce_nbytes(self, threads: int) -> int:
         """Bytes of each of the buffers that kvikio moves tiles through, within the user's cap."""
         cap = self.config.host_memory_nbytes
-        nbytes = _TASK_NBYTES if cap is None else min(_TASK_NBYTES, cap // threads)
+        nbytes = _TASK_NBYTES if cap is None else min(_TASK_NBYTES, cap // threads - BLOCK_NBYTES)
         if nbytes < _LEAST_BOUNCE_NBYTES:
+            least = threads * (_LEAST_BOUNCE_NBYTES + BLOCK_NBYTES)
             raise ConfigError(
                 f"the cap on page-locked memory is {cap:,} bytes; in compatibility mode the gds "
-                f"tier needs at least {threads * _LEAST_BOUNCE_NBYTES:,} (1 MiB for each of "
-                f"{threads} threads). Raise --optimizer-state-host-memory or lower "
-                "--optimizer-state-io-threads"
+                f"tier needs at least {least:,} (1 MiB and a block for each of {threads} threads). "
+                "Raise --optimizer-state-host-memory or lower --optimizer-state-io-threads"
             )
         return nbytes // BLOCK_NBYTES * BLOCK_NBYTES
 
@@ -190,7 +192,7 @@ class GdsStore(FileStore):
     ) -> None:
         import torch
 
-        lane = self._lanes.popleft()  # there is one for each thread
+        lane = self._lanes.popleft()  # as many as there are threads
         try:
             for event in after:
                 event.synchronize()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -52,15 +52,11 @@ class PinnedStore(TierStore):
 
     def _allocate(self) -> None:
         self._starts: dict[ArrayKey, int] = {}
-        cuts = []
         nbytes = 0
         for entry in self.optimizers.values():
             for key in entry.keys():
                 self._starts[key] = nbytes
-                tile_nbytes = entry.formats[key.name].tile_nbytes
-                for chunk in range(entry.layout.n_chunks):
-                    cuts.append(nbytes)
-                    nbytes += entry.layout.tiles_in_chunk(chunk) * tile_nbytes
+                nbytes += entry.layout.n_tiles * entry.formats[key.name].tile_nbytes
         cap = self.config.host_memory_nbytes
         if cap is not None and nbytes > cap:
             raise ConfigError(
@@ -68,7 +64,7 @@ class PinnedStore(TierStore):
                 f"--optimizer-state-host-memory allows {cap:,}. Raise it, or choose a file tier"
             )
         # A rank may own nothing of an optimizer; a slab needs a byte.
-        self._slab = HostSlab(max(nbytes, BLOCK_NBYTES), self.device, cuts)
+        self._slab = HostSlab(max(nbytes, BLOCK_NBYTES), self.device, self._chunk_starts())
         self._resources.callback(self._slab.close)
         self.host_nbytes = self._slab.nbytes
         self.mode = self.probe(self.config, self.device).mode
@@ -79,6 +75,13 @@ class PinnedStore(TierStore):
         threads = 1 if self.device.asynchronous else self.config.io_threads
         self._copiers = IoThreads(threads, "tierstore-copy")
         self._resources.callback(self._copiers.close)
+
+    def _chunk_starts(self) -> Iterator[int]:
+        for key, start in self._starts.items():
+            layout = self.optimizers[key.optimizer].layout
+            tile_nbytes = self.optimizers[key.optimizer].formats[key.name].tile_nbytes
+            for chunk in range(layout.n_chunks):
+                yield start + chunk * layout.tiles_per_chunk * tile_nbytes
 
     def _begin(self) -> None:
         """Nothing to do: what is written takes the place of what was there."""

@@ -122,7 +122,10 @@ class DirectFiles:
         Whether to open with O_DIRECT; not where the store could not.
     """
 
-    ways: tuple[str, ...] = ("each thread reads or writes", "each thread takes a read and a write in turn")
+    ways: tuple[str, ...] = (
+        "each thread reads or writes",
+        "each thread takes a read and a write in turn",
+    )
 
     def __init__(self, threads: int, *, direct: bool) -> None:
         self._threads = threads

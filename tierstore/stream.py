@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tierstore.errors import TransferTimeoutError
+from tierstore.errors import TierStoreError, TransferTimeoutError
 from tierstore.metrics import SweepMetrics
 from tierstore.schedule import Place, SweepSchedule
 
@@ -68,15 +68,28 @@ class StateStream:
         The next `sweep` of this stream goes on from there. Whoever wants to use the window for
         something else calls `drop` first.
         """
-        if self._ahead is None:
-            self._ahead = _Sweep(self._store, self._optimizer, self._window)
+        if self._ahead is not None:
+            return
+        self._ahead = _Sweep(self._store, self._optimizer, self._window)
+        try:
             self._ahead.take_up_all()
+        except BaseException as error:
+            self.drop()
+            # The sweep will meet the same error, where it belongs.
+            if not isinstance(error, TierStoreError):
+                raise
 
     def drop(self) -> None:
-        """Forget what `prefetch` has read, and whatever error it met."""
-        run, self._ahead = self._ahead, None
-        if run is not None:
-            run.drain()
+        """Forget what `prefetch` has read, and whatever error it met.
+
+        Raises
+        ------
+        TransferTimeoutError
+            A read is still on its way, and so the window can't be used.
+        """
+        if self._ahead is not None:
+            self._ahead.drain()
+            self._ahead = None
 
     def sweep(
         self,
@@ -116,9 +129,13 @@ class StateStream:
         try:
             run.to_the_end(visit)
         except BaseException as error:
-            run.drain()
             if writes:
                 self._store.fail(error)
+            try:
+                run.drain()
+            except TransferTimeoutError:
+                # What is still on its way may yet fill a slot.
+                self._ahead = run
             raise
         metrics = run.metrics
         metrics.mode = self._store.mode
@@ -129,9 +146,10 @@ class StateStream:
 
     def _take_ahead(self) -> _Sweep | None:
         """The sweep that `prefetch` began, if its tiles are those of the last commit still."""
-        if self._ahead is None or self._ahead.commit is not self._store.committed:
+        run = self._ahead
+        if run is None or run.begun or run.commit is not self._store.committed:
             return None
-        run, self._ahead = self._ahead, None
+        self._ahead = None
         return run
 
 
@@ -150,8 +168,9 @@ class _Sweep:
         self._store, self._optimizer, self._window = store, optimizer, window
         self._reads, self._writes = reads, writes
         self._device = store.device
-        # What its tiles are of.
+        # What its tiles are of, and whether it is more than a prefetch.
         self.commit = store.committed
+        self.begun = False
         self._schedule = SweepSchedule(
             store.order(optimizer.name) if order is None else order,
             slots=len(window.slots),
@@ -170,12 +189,14 @@ class _Sweep:
         self.metrics = SweepMetrics()
 
     def to_the_end(self, visit: Callable[[TileViews], None]) -> None:
-        while not self._schedule.done:
+        self.begun = True
+        # A transfer has a deadline until it has settled: a read may still fail its check.
+        while not self._schedule.done or self._deadlines:
             self.take_up_all()
             if (place := self._schedule.next_visit()) is not None:
                 self._visit_tile(place, visit)
                 self._handle_what_came()
-            elif not self._schedule.done:
+            elif not self._schedule.done or self._deadlines:
                 self._wait()
 
     def take_up_all(self) -> None:
@@ -278,11 +299,8 @@ class _Sweep:
         handle()
 
     def drain(self) -> None:
-        """After an error: wait until no transfer touches the window, or until that hangs too."""
-        try:
-            self._store.settle()
-        except TransferTimeoutError:
-            return
+        """Wait until no transfer touches the window, and forget what they report."""
+        self._store.settle()
         # Settled reads may still be on their way from a host block to a slot.
         self._device.synchronize()
         for slot in self._window.slots:
