@@ -213,12 +213,11 @@ def timed_step(subject: Streamed) -> Repeat:
     cached_nbytes, cpu_s = machine.page_cache_nbytes(), machine.cpu_s()
     started = time.perf_counter()
     subject.step()
-    device.synchronize()
+    subject.come_to_rest()
     step_s = time.perf_counter() - started
     cpu_s = machine.cpu_s() - cpu_s
     cached_nbytes = machine.page_cache_nbytes() - cached_nbytes
     peak_nbytes = torch.cuda.max_memory_allocated(device.torch_device) if cuda else 0
-    subject.come_to_rest()
     metrics = subject.state.last
     if metrics is None:
         raise RuntimeError("a step left no metrics")

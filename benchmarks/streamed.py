@@ -105,12 +105,13 @@ class Streamed:
         self.state.advance(NAME, self._update.visit, self._update.finish)
 
     def come_to_rest(self) -> None:
-        """Let nothing be under way, and nothing of the next step be in the window.
+        """Return when nothing is under way.
 
-        A step ends by reading the first tiles of the next one ahead. In a measurement that would
-        take bytes off the next step's time, and off the drive while its limit is measured.
+        A step ends by reading the first tiles of the next one ahead. With this in its time, every
+        step is charged for as many bytes as it has: those read ahead for it were the last step's.
         """
-        self.state.look(NAME, lambda views: None, ())
+        self.state.store.settle()
+        self.state.store.device.synchronize()
 
     def arrays(self) -> dict[str, torch.Tensor]:
         """The committed state, whole, on the device of the weights."""

@@ -33,12 +33,12 @@ class Ours:
         )
 
     def prepare(self) -> None:
-        """See `Peer`; what the last step read ahead is dropped, so that the next one reads it."""
-        self._subject.come_to_rest()
+        """See `Peer`."""
 
     def step(self) -> None:
-        """See `Peer`."""
+        """See `Peer`; with the tiles that are read ahead for the next step."""
         self._subject.step()
+        self._subject.come_to_rest()
 
     def findings(self) -> Mapping[str, Any]:
         """See `Peer`."""
