@@ -21,11 +21,15 @@ __all__ = [
     "copy_data",
     "direct_io_refused",
     "direct_opening_refused",
+    "has_other_links",
+    "link_file",
     "make_directories",
     "make_directory",
+    "move_file",
     "open_file",
     "read_full",
     "read_json",
+    "remove_file",
     "replace_link",
     "sync_data",
     "sync_descriptor",
@@ -42,6 +46,7 @@ _ADVICE = {
     errno.EPERM: "choose a directory that you may write to",
     errno.EROFS: "choose a directory on a file system that is not read-only",
 }
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 _COPY_NBYTES = 8 * 2**20
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
 
@@ -249,6 +254,47 @@ def replace_link(path: Path, target: str) -> None:
     with _named("linking", path):
         os.symlink(target, temporary)
         os.replace(temporary, path)
+
+
+def link_file(path: Path, target: Path) -> None:
+    """Give a file the second name `target`, as a hard link.
+
+    Raises
+    ------
+    TransferError
+        The file system makes no hard links (or no more of this file), or the system's error.
+    """
+    with _named("linking", target):
+        try:
+            os.link(path, target, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            raise TransferError(
+                error.errno,
+                f"{path} can't be given the second name {target}: {os.strerror(error.errno)}. "
+                "Freezing needs hard links; use a local ext4 or xfs file system, or copy the state "
+                "instead (snapshot)",
+            ) from error
+
+
+def has_other_links(path: Path) -> bool:
+    """Whether a file is there and has names beside this one."""
+    with _named("looking at", path), contextlib.suppress(FileNotFoundError):
+        return os.lstat(path).st_nlink > 1
+    return False
+
+
+def move_file(path: Path, target: Path) -> None:
+    """Let a file's name be `target`, in one step, in place of the file that has it now."""
+    with _named("moving", path):
+        os.rename(path, target)
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file, if it is there."""
+    with _named("removing", path), contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def direct_io_refused(directory: Path) -> str:

@@ -6,18 +6,20 @@ import contextlib
 import logging
 import shutil
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tierstore.backends import _direct_io, _placement
+from tierstore.backends._frozen import Frozen
 from tierstore.backends._tree import GENERATIONS, RankTree
 from tierstore.config import TierConfig
 from tierstore.device import Device
 from tierstore.errors import ConfigError, StateError, TierStoreError
 from tierstore.records import Commit, Identity
-from tierstore.store import Capabilities, Probe, TierStore
+from tierstore.store import Capabilities, FrozenFile, Offer, Probe, TierStore
 
 __all__ = ["FileStore"]
 
@@ -46,7 +48,8 @@ class FileStore(TierStore):
         if not config.directories:
             raise ConfigError(f"the {self.tier} tier needs a directory: --optimizer-state-dir")
         super().__init__(config, device, identity)
-        self.capabilities = Capabilities(durable=True, rollback=config.recovery == "step")
+        two = config.recovery == "step"
+        self.capabilities = Capabilities(durable=True, rollback=two, freeze=two)
         # Absolute: a trainer may change its working directory.
         root = config.directories[0].absolute() / f"{config.role}-{identity.nonce}"
         self.path = root / identity.directory_name
@@ -68,6 +71,9 @@ class FileStore(TierStore):
     @abstractmethod
     def _run_all(self, function: Callable[[Any], None], items: Iterable[Any]) -> None:
         """Call `function` for each item in the I/O threads; see `IoThreads.run_all`."""
+
+    def _files_replaced(self) -> None:
+        """Forget open chunk files: other files have their names now."""
 
     @classmethod
     def probe(cls, config: TierConfig, device: Device) -> Probe:
@@ -102,7 +108,7 @@ class FileStore(TierStore):
                 f"the {self.tier} tier can't run in {named}: {probe.reason}. Choose a directory on "
                 "a local drive that you may write to (--optimizer-state-dir)"
             )
-        others = self._others()
+        others = _beside(self.path, self.config)
         generations = GENERATIONS[: 2 if self.config.recovery == "step" else 1]
         _placement.require_space((self.path, *others), self.optimizers, len(generations))
         earlier = _placement.earlier_runs((self.path, *others))
@@ -138,18 +144,47 @@ class FileStore(TierStore):
             self._resources.close()
             raise
 
-    def open(self, path: Path) -> None:
+    @classmethod
+    def offers(cls, config: TierConfig, rank: int) -> list[Offer]:
+        """See `TierStore`."""
+        if not config.directories:
+            return []
+        name = Identity(nonce="", rank=rank).directory_name
+        found = list(config.directories[0].absolute().glob(f"{config.role}-*/{name}"))
+        found.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+        return [cls._offer(config, path) for path in found]
+
+    @classmethod
+    def _offer(cls, config: TierConfig, path: Path) -> Offer:
+        nonce = path.parent.name.removeprefix(f"{config.role}-")
+        try:
+            tree, _ = RankTree.load(path, _beside(path, config))
+            # Refused while another process owns it; given free at once.
+            tree.lease().close()
+            held = [tree.held(generation) for generation in GENERATIONS]
+        except (TierStoreError, OSError) as error:
+            return Offer(path=path, nonce=nonce, problem=str(error))
+        steps = sorted({commit.step for commit in held if commit is not None}, reverse=True)
+        return Offer(
+            path=path,
+            nonce=nonce,
+            steps=tuple(steps),
+            layouts={name: entry.fingerprint for name, entry in tree.optimizers.items()},
+            problem="" if steps else f"{path} holds no whole step",
+        )
+
+    def open(self, path: Path, *, step: int | None = None) -> None:
         """See `TierStore`."""
         self._require("new")
         self.path = Path(path).absolute()
-        self._tree, self.identity = RankTree.load(self.path, self._others())
+        self._tree, self.identity = RankTree.load(self.path, _beside(self.path, self.config))
         directories = (self.path.parents[1], *self.config.directories[1:])
         self.config = replace(self.config, directories=directories)
         self.optimizers = dict(self._tree.optimizers)
         try:
             self._resources.callback(self._tree.lease().close)
             self._tree.remove_leftovers()
-            current, commit, _ = self._tree.current()
+            current, commit = self._take_up(step)
             if self.capabilities.rollback and self._other(current) is None:
                 raise StateError(
                     f"{self.path} was made with --optimizer-state-recovery=none and has room for "
@@ -161,21 +196,36 @@ class FileStore(TierStore):
                 if (refused := _direct_io.direct_opening_refused(chunk.path))
             )
             self._start(next(refusals, ""))
+            self._kept.take_up(current)
         except BaseException:
             self._resources.close()
             raise
         self._holds[current] = self.committed = commit
         self._phase = "idle"
 
+    def _take_up(self, step: int | None) -> tuple[str, Commit]:
+        """The generation to go on from; it is the one that COMMIT names when this returns."""
+        current, commit, _ = self._tree.current()
+        if step in (None, commit.step):
+            return current, commit
+        for generation in GENERATIONS:
+            held = self._tree.held(generation)
+            if held is not None and held.step == step:
+                self._tree.finish(generation, held, self.identity.nonce)
+                return generation, held
+        raise StateError(f"{self.path} holds step {commit.step}, and no whole step {step}")
+
+    def _rollback_to(self, step: int) -> Commit:
+        for generation, held in self._holds.items():
+            if held.step == step:
+                self._tree.finish(generation, held, self.identity.nonce)
+                return held
+        return super()._rollback_to(step)
+
     @property
     def _n_threads(self) -> int:
         # All arrays of a tile lie on one drive: few threads would all be at the same one.
         return self.config.io_threads * len(self.config.directories)
-
-    def _others(self) -> tuple[Path, ...]:
-        """The rank's directories on further drives, by what the user named: no record says them."""
-        below = Path(self.path.parent.name, self.path.name)
-        return tuple(path.absolute() / below for path in self.config.directories[1:])
 
     def order(self, optimizer: str) -> Sequence[int]:
         """See `TierStore`: no drive waits while the sweep is at another one."""
@@ -186,9 +236,15 @@ class FileStore(TierStore):
         other = GENERATIONS[1 - GENERATIONS.index(generation)]
         return other if (self.path / other).is_dir() else None
 
+    @cached_property
+    def _kept(self) -> Frozen:
+        return Frozen(self._tree, self._run_all)
+
     @property
     def _current(self) -> str | None:
-        return next((name for name, held in self._holds.items() if held is self.committed), None)
+        # Copied at once: another thread may ask, for a release, when a step begins or ends.
+        holds = list(self._holds.items())
+        return next((name for name, held in holds if held is self.committed), None)
 
     def _begin(self) -> None:
         current = self._current
@@ -204,9 +260,26 @@ class FileStore(TierStore):
             self._target = GENERATIONS[1 - GENERATIONS.index(current)]
         else:
             self._target = current
+        if self.capabilities.rollback:
+            self._holds.pop(self._target, None)
+        linked = self._kept.linked(self._target)
+        if linked and self._target == current:
+            raise StateError(
+                f"{len(linked)} chunk files of {self.path / current} have a second name, such as "
+                f"{linked[0].path}, and without recovery they would be overwritten. Release what "
+                "is frozen, or open the store with --optimizer-state-recovery=step"
+            )
         # On the drive before the first overwrite: after a crash the record must not say that a
         # half overwritten generation is whole.
         self._tree.write_record(self._target, {"state": "writing"})
+        if linked:
+            # Nothing is being read of this generation: it has not been the current one since the
+            # last commit or rollback, which waited for all transfers. Reads ahead are of the
+            # other one.
+            try:
+                self._kept.replace(linked)
+            finally:
+                self._files_replaced()
 
     def _commit(self, commit: Commit) -> None:
         paths = [chunk.path for chunk in self._tree.chunks(self._target)]
@@ -228,6 +301,25 @@ class FileStore(TierStore):
             ):
                 _direct_io.copy_data(source.path, copy.path, source.nbytes)
 
+    def _freeze(self, name: str, commit: Commit) -> None:
+        if not self.capabilities.freeze:
+            raise StateError(
+                f"{self} overwrites its only generation in place, so it can't be frozen. Use "
+                "--optimizer-state-recovery=step, or copy the state (snapshot)"
+            )
+        if self._current is None:
+            raise StateError(f"{self}: there is no current generation")
+        self._kept.freeze(name, self._current, commit, self.identity.nonce)
+
+    def _frozen(self) -> dict[str, Commit]:
+        return self._kept.commits()
+
+    def _release(self, name: str) -> None:
+        self._kept.release(name, self._current)
+
+    def _frozen_files(self, name: str) -> Iterator[FrozenFile]:
+        return iter(self._kept.files(name))
+
     def _close(self, discard: bool) -> None:
         # While the lease is still held, so that nobody else can have taken the directory up.
         if discard and self._made:
@@ -241,3 +333,9 @@ def _direct_io_refused(directories: Sequence[Path]) -> str:
         if refused := _direct_io.direct_io_refused(directory):
             return f"{refused} in {directory}"
     return ""
+
+
+def _beside(path: Path, config: TierConfig) -> tuple[Path, ...]:
+    """The rank's directories on further drives, by what the user named: no record says them."""
+    below = Path(path.parent.name, path.name)
+    return tuple(directory.absolute() / below for directory in config.directories[1:])

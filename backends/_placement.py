@@ -22,6 +22,7 @@ from tierstore.records import OptimizerLayout
 
 __all__ = [
     "earlier_runs",
+    "free_nbytes",
     "interleave",
     "measure",
     "place_chunks",
@@ -63,9 +64,9 @@ def require_space(
     )
     places = [_existing(path) for path in paths]
     # Directories of one file system have one space.
-    free = {os.stat(place).st_dev: _free_nbytes(place) for place in places}
-    free_nbytes = sum(free.values())
-    if nbytes <= free_nbytes:
+    free = {os.stat(place).st_dev: free_nbytes(place) for place in places}
+    total_nbytes = sum(free.values())
+    if nbytes <= total_nbytes:
         return
     where = " and ".join(str(path.parents[1]) for path in paths)
     runs = earlier_runs(paths)
@@ -73,7 +74,7 @@ def require_space(
     raise CapacityError(
         errno.ENOSPC,
         f"{paths[0]} needs {nbytes:,} bytes ({readable(nbytes)}) for {n_generations} "
-        f"generation(s) of optimizer state, and {free_nbytes:,} ({readable(free_nbytes)}) "
+        f"generation(s) of optimizer state, and {total_nbytes:,} ({readable(total_nbytes)}) "
         f"are free in {where}{beside if runs else ''}. Free space or choose another "
         "--optimizer-state-dir; --optimizer-state-recovery=none needs one generation only",
     )
@@ -94,7 +95,8 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def _free_nbytes(directory: Path) -> int:
+def free_nbytes(directory: Path) -> int:
+    """Bytes that may still be written in an existing directory."""
     found = os.statvfs(directory)
     return found.f_bavail * found.f_frsize
 
@@ -129,7 +131,7 @@ def place_chunks(
     devices = [os.stat(directory).st_dev for directory in directories]
     # Directories of one file system divide its space.
     free = [
-        _free_nbytes(directory) // devices.count(device)
+        free_nbytes(directory) // devices.count(device)
         for directory, device in zip(directories, devices, strict=True)
     ]
     places = {}

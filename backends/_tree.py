@@ -9,6 +9,7 @@
     <root>/rank-00003/current -> gen-a    for people
     <root>/rank-00003/gen-a/zarr.json     group: writing | complete, step, counters
     <root>/rank-00003/gen-a/opt-0/main/   arrays
+    <root>/rank-00003/frozen/, spare/     see `tierstore.backends._frozen`
 
 With several directories, each further one holds chunk files at the same places below a root of the
 same name. The first one has links to them, for zarr; what is here goes by the places and never by
@@ -21,37 +22,22 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tierstore.backends import _direct_io
+from tierstore.backends._chunk_file import ChunkFile
 from tierstore.backends._lease import Lease
 from tierstore.backends._placement import require_space
 from tierstore.errors import ConfigError, CorruptError, StateError, TierStoreError
 from tierstore.layout import StateLayout
 from tierstore.records import ArrayKey, Commit, Identity, OptimizerLayout
-from tierstore.zarr_format import FORMAT_VERSION, ArrayFormat, group_metadata
+from tierstore.zarr_format import FORMAT_VERSION, group_metadata
 
-__all__ = ["GENERATIONS", "ChunkFile", "RankTree"]
+__all__ = ["GENERATIONS", "METADATA", "RankTree", "remove_empty"]
 
 GENERATIONS = ("gen-a", "gen-b")
-_METADATA = "zarr.json"
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkFile:
-    """One chunk of one array in one generation, in directory number `place`."""
-
-    path: Path
-    format: ArrayFormat
-    n_tiles: int
-    place: int
-
-    @property
-    def nbytes(self) -> int:
-        """Length of the file."""
-        return self.format.file_nbytes(self.n_tiles)
+METADATA = "zarr.json"
 
 
 class RankTree:
@@ -91,7 +77,7 @@ class RankTree:
     def _commit_path(self) -> Path:
         # A group like the others, so that any zarr reader sees it, and none meets a file in the
         # tree that it does not know.
-        return self.path / "COMMIT" / _METADATA
+        return self.path / "COMMIT" / METADATA
 
     def chunk(self, generation: str, key: ArrayKey, chunk: int) -> ChunkFile:
         """One chunk file."""
@@ -114,14 +100,14 @@ class RankTree:
 
     def lease(self) -> Lease:
         """Own the directories; see `Lease`."""
-        return Lease(self.path / _METADATA)
+        return Lease(self.path / METADATA)
 
     def remove(self) -> None:
         """Remove the rank's directories, and each root that no other rank is in."""
         # The first one last: as long as anything is left, it says where.
         for path in reversed(self.paths):
             shutil.rmtree(path, ignore_errors=True)
-            _remove_empty(path.parent)
+            remove_empty(path.parent)
 
     def create(self, identity: Identity, role: str) -> None:
         """Make the rank's directories with their metadata; none of them may exist.
@@ -143,12 +129,12 @@ class RankTree:
                     )
                 _direct_io.make_directories(path.parent)
                 is_new = _is_new(path.parent, about)
-                undo.callback(_remove_empty, path.parent)
+                undo.callback(remove_empty, path.parent)
                 if is_new:
                     # Every rank writes the same in one step: whoever comes last changes nothing.
                     part_of = {} if path == self.path else {"part_of": str(self.path.parent)}
                     _direct_io.write_json(
-                        path.parent / _METADATA, group_metadata({**about, **part_of})
+                        path.parent / METADATA, group_metadata({**about, **part_of})
                     )
                 _direct_io.make_directory(path)
                 undo.callback(shutil.rmtree, path, ignore_errors=True)
@@ -174,7 +160,7 @@ class RankTree:
                 for entry in self.optimizers.values()
             ],
         }
-        _direct_io.write_json(self.path / _METADATA, group_metadata(about))
+        _direct_io.write_json(self.path / METADATA, group_metadata(about))
         _direct_io.make_directory(self._commit_path.parent)
         _direct_io.write_json(self._commit_path, group_metadata({}))
 
@@ -205,47 +191,49 @@ class RankTree:
         CapacityError
             There is no room.
         """
+        with self.new_generation(generation):
+            self.write_record(generation, {"state": "writing"})
+            for chunk in self.chunks(generation):
+                chunk.make(chunk.path)
+
+    @contextlib.contextmanager
+    def new_generation(self, generation: str) -> Iterator[None]:
+        """Make groups and arrays, let the block fill in chunk files, and bring all names to disk.
+
+        The record is not written.
+        """
         groups = [Path(generation), *(Path(generation, name) for name in self.optimizers)]
         arrays = {Path(generation, str(key)): form for key, form in self.formats.items()}
         directories = [*groups, *arrays, *(array / "c" for array in arrays)]
         for path in self.paths:
             for directory in directories:
                 _direct_io.make_directory(path / directory)
-        self.write_record(generation, {"state": "writing"})
         for group in groups[1:]:
-            _direct_io.write_json(self.path / group / _METADATA, group_metadata({}))
+            _direct_io.write_json(self.path / group / METADATA, group_metadata({}))
         for array, form in arrays.items():
-            _direct_io.write_json(self.path / array / _METADATA, form.metadata())
+            _direct_io.write_json(self.path / array / METADATA, form.metadata())
+        yield
         for chunk in self.chunks(generation):
-            _direct_io.allocate_file(chunk.path, chunk.nbytes)
-            with _direct_io.open_file(chunk.path, write=True) as descriptor:
-                header = memoryview(chunk.format.header(chunk.n_tiles))
-                _direct_io.write_full(descriptor, header, 0, chunk.path)
-            _direct_io.sync_data(chunk.path)
             if chunk.place:
                 link = self.path / chunk.path.relative_to(self.paths[chunk.place])
                 _direct_io.replace_link(link, str(chunk.path))
         for path in self.paths:
             for directory in reversed(directories):
                 _direct_io.sync_directory(path / directory)
-            _direct_io.sync_directory(path)
+            _direct_io.sync_directory((path / generation).parent)
 
     def remove_leftovers(self) -> None:
         """Remove what a killed process left of replacing metadata; call it as the owner."""
-        for pattern in (f".{_METADATA}.*", f"*/.{_METADATA}.*"):
+        for pattern in (f".{METADATA}.*", f"*/.{METADATA}.*"):
             for path in self.path.glob(pattern):
                 path.unlink()
 
     def write_record(self, generation: str, record: Mapping[str, Any]) -> None:
         """Replace a generation's record, durably."""
-        _direct_io.write_json(self.path / generation / _METADATA, group_metadata(record))
+        _direct_io.write_json(self.path / generation / METADATA, group_metadata(record))
 
-    def finish(self, generation: str, commit: Commit, nonce: str) -> None:
-        """Mark a generation complete, then make it the current one.
-
-        The order is the crash safety: data on the drive (the caller's part), then the record that
-        says the data is whole, then the name of the generation that counts.
-        """
+    def write_complete(self, generation: str, commit: Commit, nonce: str) -> None:
+        """Replace a generation's record by one that says what it holds, durably."""
         self.write_record(
             generation,
             {
@@ -253,8 +241,17 @@ class RankTree:
                 "step": commit.step,
                 "nonce": nonce,
                 "counters": dict(commit.state),
+                "job": dict(commit.job),
             },
         )
+
+    def finish(self, generation: str, commit: Commit, nonce: str) -> None:
+        """Mark a generation complete, then make it the current one.
+
+        The order is the crash safety: data on the drive (the caller's part), then the record that
+        says the data is whole, then the name of the generation that counts.
+        """
+        self.write_complete(generation, commit, nonce)
         about = {
             "format": FORMAT_VERSION,
             "generation": generation,
@@ -278,13 +275,37 @@ class RankTree:
             raise CorruptError(f"{self._commit_path} is not a commit record") from error
         if generation not in GENERATIONS:
             raise CorruptError(f"{self._commit_path} names generation {generation!r}")
-        record = _attributes(self.path / generation / _METADATA)
-        if (record.get("state"), record.get("step")) != ("complete", step):
+        commit = self.held(generation)
+        if commit is None or commit.step != step:
             raise CorruptError(
-                f"{self.path / generation} is not the whole step {step} that COMMIT names: its "
-                f"record says {record.get('state')!r}, step {record.get('step')!r}. A run without "
-                "recovery was stopped in mid-step; load a checkpoint"
+                f"{self.path / generation} is not the whole step {step} that COMMIT names: it "
+                f"holds {'no whole step' if commit is None else f'step {commit.step}'}. A run "
+                "without recovery was stopped in mid-step; load a checkpoint"
             )
+        return generation, commit, nonce
+
+    def held(self, generation: str) -> Commit | None:
+        """What a generation holds, if it is there and whole.
+
+        Raises
+        ------
+        CorruptError
+            Its record says that it is whole, and chunk files are missing or too short.
+        """
+        if not (self.path / generation).is_dir():
+            return None
+        record = _attributes(self.path / generation / METADATA)
+        if record.get("state") != "complete":
+            return None
+        try:
+            step = int(record["step"])
+            commit = Commit(step=step, state=dict(record["counters"]), job=dict(record["job"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptError(f"{self.path / generation} has no readable record") from error
+        self._require_chunks(generation, step)
+        return commit
+
+    def _require_chunks(self, generation: str, step: int) -> None:
         wrong = [
             chunk
             for chunk in self.chunks(generation)
@@ -297,7 +318,6 @@ class RankTree:
                 + ", ".join(str(chunk.path) for chunk in wrong[:5])
                 + (f". All lie in {_say(numbers)}" if len(self.paths) > 1 else "")
             )
-        return generation, Commit(step=step, state=record.get("counters", {})), nonce
 
     @classmethod
     def load(cls, path: Path, others: Sequence[Path] = ()) -> tuple[RankTree, Identity]:
@@ -310,7 +330,7 @@ class RankTree:
         CorruptError, LayoutError
             It is not one, or damaged.
         """
-        about = _attributes(path / _METADATA)
+        about = _attributes(path / METADATA)
         try:
             if about["format"] != FORMAT_VERSION:
                 raise CorruptError(
@@ -331,7 +351,7 @@ class RankTree:
         except TierStoreError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CorruptError(f"{path / _METADATA} is not a rank's metadata: {error!r}") from error
+            raise CorruptError(f"{path / METADATA} is not a rank's metadata: {error!r}") from error
         for name, numbers in places.items():
             _check_places(path, numbers, optimizers[name].layout.n_chunks, 1 + len(others))
         return cls(path, optimizers, others, places), identity
@@ -345,7 +365,7 @@ def _check_places(path: Path, numbers: Any, n_chunks: int, n_directories: int) -
         or any(type(number) is not int or number < 0 for number in numbers)
     ):
         raise CorruptError(
-            f"{path / _METADATA} does not give the number of a directory for each of {n_chunks} "
+            f"{path / METADATA} does not give the number of a directory for each of {n_chunks} "
             "chunks"
         )
     missing = sorted({number + 1 for number in numbers if number >= n_directories})
@@ -362,23 +382,23 @@ def _say(numbers: Sequence[int]) -> str:
 
 def _is_new(root: Path, about: Mapping[str, Any]) -> bool:
     """Whether a root has no metadata yet; raises `StateError` if it has another run's."""
-    if not (root / _METADATA).exists():
+    if not (root / METADATA).exists():
         return True
     with contextlib.suppress(CorruptError):
-        if about.items() <= _attributes(root / _METADATA).items():
+        if about.items() <= _attributes(root / METADATA).items():
             return False
     raise StateError(
-        f"{root} exists already and is something else's: its {_METADATA} is not of this run. "
+        f"{root} exists already and is something else's: its {METADATA} is not of this run. "
         "Choose another directory"
     )
 
 
-def _remove_empty(root: Path) -> None:
-    """Remove a root that no rank is in."""
+def remove_empty(directory: Path) -> None:
+    """Remove a directory that has nothing but metadata of its own, such as a root without ranks."""
     with contextlib.suppress(OSError):
-        if set(os.listdir(root)) <= {_METADATA}:
-            (root / _METADATA).unlink(missing_ok=True)
-            root.rmdir()
+        if set(os.listdir(directory)) <= {METADATA}:
+            (directory / METADATA).unlink(missing_ok=True)
+            directory.rmdir()
 
 
 def _attributes(path: Path) -> dict[str, Any]:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tierstore.backends import _direct_io
+from tierstore.backends._chunk_file import ChunkFile
 from tierstore.backends._device_checksum import ChecksumLane, DeviceChecksum
 from tierstore.backends._file_store import FileStore
 from tierstore.backends._gds_mode import gpudirect_refused, what_is_missing
 from tierstore.backends._host_memory import Block, BlockPool
 from tierstore.backends._io_threads import IoThreads
-from tierstore.backends._tree import ChunkFile
 from tierstore.errors import (
     CapacityError,
     ConfigError,
@@ -160,6 +160,10 @@ class GdsStore(FileStore):
         self.host_nbytes += trailers.nbytes
         for _ in range(count):
             yield _Lane(ChecksumLane(self.device.torch_device.index), trailers.take())
+
+    def _files_replaced(self) -> None:
+        # They are kept by name, and a file that is frozen must not be written by its former one.
+        self._file.cache_clear()
 
     def _run_all(self, function: Callable[[Any], None], items: Iterable[Any]) -> None:
         self._writers.run_all(function, items)

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from benchmarks.limits import Rate
-from tierstore.backends._tree import GENERATIONS, ChunkFile, RankTree
+from tierstore.backends._chunk_file import ChunkFile
+from tierstore.backends._tree import GENERATIONS, RankTree
 from tierstore.metrics import readable
 from tierstore.store import TierStore
 from tierstore.zarr_format import BLOCK_NBYTES

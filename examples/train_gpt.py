@@ -6,7 +6,8 @@ One process, or several under torchrun (data parallel); on CUDA, or on the CPU w
     python -m examples.train_gpt --optimizer-state-tier=nvme --optimizer-state-dir=/scratch/state
     torchrun --nproc-per-node 2 -m examples.train_gpt --optimizer-state-tier=cpu
 
-What tierstore adds to a Megatron program is marked (1) and (2). Everything else is Megatron.
+What tierstore adds to a Megatron program is marked (1) and (2), and (3) goes on after a crash.
+Everything else is Megatron.
 """
 
 from __future__ import annotations
@@ -150,16 +151,23 @@ def train(args: argparse.Namespace) -> None:
         config = tier.config_from_args(args)
         handle = tier.attach(optimizer, config) if config else None  # (2) before the first step
     scheduler = build_scheduler(args, optimizer)
+    first_step = 1
+    if handle and handle.resumed_step is not None:  # (3) only with --optimizer-state-resume
+        first_step = handle.job_state["iteration"] + 1
+        scheduler.load_state_dict(handle.job_state["scheduler"])
+        scheduler.step(increment=1)
 
     losses: list[float] = []
     started_s = time.perf_counter()
-    for step in range(1, args.steps + 1):
+    for step in range(first_step, args.steps + 1):
         model.zero_grad_buffer()
         optimizer.zero_grad()
         tokens, labels, positions = text.batch(step)
         loss = model(tokens, positions, attention_mask=None, labels=labels).mean()
         loss.backward()
         finalize_model_grads([model])
+        if handle:  # what a later run needs to go on from this step
+            handle.job_state = {"iteration": step, "scheduler": scheduler.state_dict()}
         with memory.measured():
             _, grad_norm, _ = optimizer.step()
 
@@ -173,9 +181,9 @@ def train(args: argparse.Namespace) -> None:
                 flush=True,
             )
         scheduler.step(increment=1)
-        if step == 1 < args.steps:
+        if step == first_step < args.steps:
             started_s = time.perf_counter()  # the first step also pays for warming up
-    steps_per_s = max(args.steps - 1, 1) / (time.perf_counter() - started_s)
+    steps_per_s = max(args.steps - first_step, 0) / (time.perf_counter() - started_s)
 
     record = _record.take(
         model, optimizer, handle, losses=losses, memory=memory, steps_per_s=steps_per_s

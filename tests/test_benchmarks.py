@@ -319,11 +319,12 @@ def test_measuring_overwrites_only_tiles_of_the_other_generation(
 
 
 def test_files_that_end_early_are_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"x" * 4096)
-    piece = file_limits.Piece(path, 0, 8192)
+    short, target = tmp_path / "short", tmp_path / "target"
+    short.write_bytes(b"x" * 4096)
+    target.touch()
+    read, written = file_limits.Piece(short, 0, 8192), file_limits.Piece(target, 0, 8192)
     with pytest.raises(EOFError, match="ends before"):
-        DirectFiles(1, direct=False).move(DirectFiles.ways[0], [piece], [piece])
+        DirectFiles(1, direct=False).move(DirectFiles.ways[0], [read], [written])
 
 
 def test_host_copies_count_the_bytes_of_a_sweep() -> None:

@@ -186,7 +186,7 @@ def rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[Path, int]:
     nbytes = 2 * sum(form.file_nbytes(3) for form in make_optimizer().formats.values())
     chunks: dict[Path, int] = {}
     # They are on one file system, of whose space each takes a third.
-    monkeypatch.setattr(_placement, "_free_nbytes", lambda path: 3 * chunks[path] * nbytes + 3)
+    monkeypatch.setattr(_placement, "free_nbytes", lambda path: 3 * chunks[path] * nbytes + 3)
     for directory in named(tmp_path):
         directory.mkdir()
     return chunks
@@ -224,7 +224,7 @@ def test_later_optimizers_get_what_space_the_earlier_ones_left(
 def test_too_little_space_names_all_directories_and_makes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_placement, "_free_nbytes", lambda path: 1000)
+    monkeypatch.setattr(_placement, "free_nbytes", lambda path: 1000)
     a, b = named(tmp_path, "ab")
     with pytest.raises(CapacityError, match=rf"needs [\d,]+ bytes.*1,000 .*in {a} and {b}\."):
         allocate(make_store([a, b]))

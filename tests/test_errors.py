@@ -60,6 +60,7 @@ def test_kinds_are_stable_words() -> None:
         "CorruptError": "corrupt",
         "LayoutError": "layout",
         "OptimizerError": "optimizer",
+        "PeerError": "peer",
         "StateError": "state",
         "TierStoreError": "error",
         "TransferError": "transfer",

@@ -320,6 +320,16 @@ def test_both_tiers_write_the_same_bytes(store: GdsStore, tmp_path: Path) -> Non
             assert mine.read_bytes() == (other.path / mine.relative_to(store.path)).read_bytes()
 
 
+def test_an_open_file_is_not_written_when_it_is_frozen(store: GdsStore) -> None:
+    write_generation(store, 2)
+    store.freeze("kept")
+    before = {file.source: file.source.read_bytes() for file in store.frozen_files("kept")}
+    for seed in (3, 4, 5):
+        write_generation(store, seed)
+        assert holds(store, seed)
+    assert {source: source.read_bytes() for source in before} == before
+
+
 def test_every_tile_goes_through_kvikio(store: GdsStore, kvikio: FakeKvikio) -> None:
     form = store.optimizers["opt-0"].formats["main"]
     assert sorted(kvikio.moved) == sorted(

@@ -12,10 +12,11 @@ from typing import Any
 from tierstore.errors import ConfigError
 from tierstore.layout import DEFAULT_TILE_NUMEL, MAX_CHUNK_NUMEL, TILE_NUMEL_MULTIPLE
 
-__all__ = ["GDS_MODES", "RECOVERY_MODES", "TierConfig"]
+__all__ = ["GDS_MODES", "RECOVERY_MODES", "RESUME_MODES", "TierConfig"]
 
 GDS_MODES = ("auto", "require")
 RECOVERY_MODES = ("step", "none")
+RESUME_MODES = ("never", "auto", "require")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,10 @@ class TierConfig:
     recovery
         ``step``: a crash at any point leaves the last finished step whole (needs the space
         twice). ``none``: overwrite in place; a crash in mid-step loses the state.
+    resume
+        Whether an earlier run's live state in the same place is taken up. ``never``: it is
+        reported and left alone. ``auto``: where all ranks hold a common step of one run with the
+        same layout. ``require``: refuse to start otherwise.
     io_threads
         Threads that read and, apart from those, threads that write, for each directory.
     gds
@@ -66,6 +71,7 @@ class TierConfig:
     host_memory_nbytes: int | None = None
     role: str = "train"
     recovery: str = "step"
+    resume: str = "never"
     io_threads: int = 4
     gds: str = "auto"
     timeout_s: float = 600.0
@@ -107,6 +113,8 @@ class TierConfig:
             )
         if self.recovery not in RECOVERY_MODES:
             wrong.append(f"recovery is {self.recovery!r}; choose from {', '.join(RECOVERY_MODES)}")
+        if self.resume not in RESUME_MODES:
+            wrong.append(f"resume is {self.resume!r}; choose from {', '.join(RESUME_MODES)}")
         if self.gds not in GDS_MODES:
             wrong.append(f"gds is {self.gds!r}; choose from {', '.join(GDS_MODES)}")
         if self.io_threads < 1:

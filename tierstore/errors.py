@@ -11,6 +11,7 @@
     ├── CapacityError          (OSError)      no space, no memory, no quota; ``errno`` is kept
     ├── TransferError          (OSError)      a read or write failed; ``errno`` is kept
     ├── TransferTimeoutError   (TimeoutError) a read or write did not come back
+    ├── PeerError              (RuntimeError) another rank of the job failed, or is gone
     └── StateError             (RuntimeError) a call that the store's present state forbids
 
 A message says what happened, where (file, offset, array, tile) and what to do about it.
@@ -27,6 +28,7 @@ __all__ = [
     "CorruptError",
     "LayoutError",
     "OptimizerError",
+    "PeerError",
     "StateError",
     "TierStoreError",
     "TransferError",
@@ -86,6 +88,12 @@ class TransferTimeoutError(TierStoreError, TimeoutError):
     """A read or write did not come back before its deadline."""
 
     kind = "timeout"
+
+
+class PeerError(TierStoreError, RuntimeError):
+    """Another rank of the job failed in this step, or does not answer; its own log says why."""
+
+    kind = "peer"
 
 
 class StateError(TierStoreError, RuntimeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,6 +71,11 @@ class OptimizerLayout:
     def _keys(self) -> tuple[ArrayKey, ...]:
         return tuple(ArrayKey(self.name, array) for array in self.arrays)
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal layouts and arrays, and for no others."""
+        return f"{self.layout.fingerprint()}:{json.dumps(dict(self.arrays), sort_keys=True)}"
+
     @property
     def nbytes(self) -> int:
         """Bytes of the elements of all arrays."""
@@ -122,9 +128,11 @@ class Commit:
     step
         Optimizer steps that the state has seen.
     state
-        What belongs to the generation beside the arrays, as JSON values: step counters by
-        optimizer, and what the trainer gave.
+        Step counters by optimizer, as JSON values.
+    job
+        What the trainer gave to go with the generation, as JSON values: iteration, schedule, ...
     """
 
     step: int
     state: Mapping[str, Any]
+    job: Mapping[str, Any] = field(default_factory=dict)

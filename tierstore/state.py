@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tierstore.errors import StateError
+from tierstore.errors import LayoutError, PeerError, StateError
 from tierstore.metrics import GIB, SweepMetrics
+from tierstore.ranks import Alone, Ranks
 from tierstore.stream import StateStream, TileViews
 from tierstore.window import Window
 
@@ -29,12 +31,14 @@ class RankState:
     Parameters
     ----------
     store
-        A new store; it is allocated here.
+        A new store, which is allocated here, or one that was opened.
     optimizers
         The chain, in the order in which it steps.
     counters, restore
         Gives the step counters of all optimizers as JSON values, for the commit; and sets them to
         those of an earlier commit.
+    ranks
+        All ranks of the job. They agree on every step: what fails on one fails on all.
 
     Attributes
     ----------
@@ -42,6 +46,8 @@ class RankState:
         Sweeps of single optimizers finished in the steps that were committed.
     last, total
         Metrics of the last step, and sums over all of them.
+    job
+        JSON values that go with every commit from now on.
     """
 
     def __init__(
@@ -50,11 +56,18 @@ class RankState:
         optimizers: Sequence[OptimizerLayout],
         counters: Callable[[], Mapping[str, Any]],
         restore: Callable[[Mapping[str, Any]], None],
+        ranks: Ranks | None = None,
     ) -> None:
         self.store = store
+        self.job: dict[str, Any] = {}
+        self._ranks = Alone() if ranks is None else ranks
         self.optimizers = {entry.name: entry for entry in optimizers}
         self._counters, self._restore = counters, restore
-        store.allocate(optimizers)
+        if store.committed is None:
+            store.allocate(optimizers)
+        else:
+            _require_same(store, self.optimizers)
+            self.job = dict(store.committed.job)
         self.window = Window(store.device, store.config.slots, optimizers)
         self._streams = {entry.name: StateStream(store, entry, self.window) for entry in optimizers}
         names = list(self._streams)
@@ -76,7 +89,7 @@ class RankState:
         self.store.begin()
         for name, stream in self._streams.items():
             stream.sweep(visits[name], reads=False)
-        self.store.commit(self.step, self._counters())
+        self._commit(self.step)
 
     def rewrite(self, visits: Mapping[str, Visit]) -> None:
         """Let the visits change the state outside of a step; the rest is carried over; commit."""
@@ -85,7 +98,7 @@ class RankState:
         self.store.begin()
         for name, stream in self._streams.items():
             stream.sweep(visits.get(name, lambda views: None))
-        self.store.commit(self.step, self._counters())
+        self._commit(self.step)
 
     def look(self, name: str, visit: Visit, tiles: Sequence[int]) -> None:
         """Show some tiles of one optimizer's last committed state to a visit."""
@@ -93,7 +106,13 @@ class RankState:
         self._free_window()
         self._streams[name].sweep(visit, order=tiles, writes=False)
 
-    def advance(self, name: str, visit: Visit, finish: Callable[[], None]) -> None:
+    def advance(
+        self,
+        name: str,
+        visit: Visit,
+        finish: Callable[[], None],
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
         """Step one optimizer of the chain; the last one to step commits for all.
 
         Parameters
@@ -104,14 +123,45 @@ class RankState:
             Updates one tile.
         finish
             Moves the optimizer's counters on when all tiles are through.
+        prepare
+            What comes before the first tile. What it raises the other ranks hear of as well.
 
         Raises
         ------
         StateError
             The optimizer steps again before the others of its chain have.
+        PeerError
+            Another rank failed in this step, or does not answer; the store then needs a rollback.
         TierStoreError
-            What streaming or committing met; the store then needs a rollback.
+            What streaming or committing met; likewise.
         """
+        try:
+            prepare()
+            self._advance(name, visit, finish)
+        except Exception as error:
+            self.store.fail(error)
+            # The others are on their way to the same call, and would wait in their next collective
+            # for a rank that is not coming. What they say is not the news here.
+            with contextlib.suppress(PeerError):
+                self._ranks.agree(self.step, failed=True)
+            raise
+        self._require_success_everywhere()
+        # The first tiles of the next step arrive while the trainer computes its gradients.
+        self._streams[self._next[name]].prefetch()
+
+    def _require_success_everywhere(self) -> None:
+        try:
+            agreement = self._ranks.agree(self.step, failed=False)
+            if agreement.failed or agreement.step != self.step:
+                raise PeerError(
+                    f"{self.store}: another rank failed in step {self.step} (its log says why); "
+                    "roll back on all ranks, or start again and resume"
+                )
+        except BaseException as error:
+            self.store.fail(error)
+            raise
+
+    def _advance(self, name: str, visit: Visit, finish: Callable[[], None]) -> None:
         if name in self._swept:
             missing = ", ".join(sorted(set(self._streams) - self._swept))
             raise StateError(
@@ -128,8 +178,9 @@ class RankState:
         if len(self._swept) == len(self._streams):
             self._swept.clear()
             self._commit_step()
-        # The first tiles of the next step arrive while the trainer computes its gradients.
-        self._streams[self._next[name]].prefetch()
+
+    def _commit(self, step: int) -> None:
+        self.store.commit(step, self._counters(), self.job)
 
     def _free_window(self, but_of: str | None = None) -> None:
         """Drop what was prefetched, except for one optimizer."""
@@ -139,7 +190,7 @@ class RankState:
 
     def _commit_step(self) -> None:
         started = time.perf_counter()
-        self.store.commit(self.step + 1, self._counters())
+        self._commit(self.step + 1)
         self._current.commit_s = time.perf_counter() - started
         self._current.wall_s += self._current.commit_s
         self.sweeps += len(self._streams)
@@ -155,7 +206,7 @@ class RankState:
         )
 
     def rollback(self) -> None:
-        """Return to the last committed step after an error.
+        """Return to the last step that every rank has committed, after an error; all ranks call it.
 
         Arrays and step counters are those of that step again. The model's weights are not: tiles
         that were updated before the error have written theirs. Put them back from ``main``, or
@@ -163,16 +214,19 @@ class RankState:
 
         Raises
         ------
+        PeerError
+            A rank does not answer.
         StateError
             The tier overwrites in place.
         TransferTimeoutError
             A transfer is still on its way.
         """
         self._free_window()
-        self.store.rollback()
+        self.store.rollback(self._ranks.agree(self.step, failed=False).step)
         self._swept.clear()
         if self.store.committed is not None:
             self._restore(self.store.committed.state)
+            self.job = dict(self.store.committed.job)
 
     def _require_between_steps(self) -> None:
         if self._swept:
@@ -187,3 +241,13 @@ class RankState:
         self._free_window()
         self._streams.clear()
         self.window.slots.clear()
+
+
+def _require_same(store: TierStore, optimizers: Mapping[str, OptimizerLayout]) -> None:
+    wanted = {name: entry.fingerprint for name, entry in optimizers.items()}
+    found = {name: entry.fingerprint for name, entry in store.optimizers.items()}
+    if wanted != found:
+        raise LayoutError(
+            f"{store} holds state of another layout: other parameters, other parallel sizes, or "
+            "other tiles and chunks. Load a checkpoint into a new store"
+        )

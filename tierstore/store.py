@@ -11,17 +11,19 @@ to one rank and holds all optimizers of the rank's chain. Its life::
 from __future__ import annotations
 
 import os
+import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from tierstore.errors import (
+    ConfigError,
     LayoutError,
     StateError,
     TransferTimeoutError,
@@ -37,10 +39,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Capabilities",
+    "FrozenFile",
+    "Offer",
     "Probe",
     "TierStore",
     "Transfer",
 ]
+
+
+_FROZEN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +60,13 @@ class Capabilities:
         Committed state outlives the process, and `TierStore.open` finds it again.
     rollback
         An error between `begin` and `commit` leaves the last commit whole.
+    freeze
+        `TierStore.freeze` keeps the last commit without copying it.
     """
 
     durable: bool
     rollback: bool
+    freeze: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +88,49 @@ class Probe:
     mode: str
     reason: str = ""
     details: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """State of an earlier run that `TierStore.open` could take up.
+
+    Parameters
+    ----------
+    path
+        The rank's directory.
+    nonce
+        Of the run that made it.
+    steps
+        Steps of which it holds a whole generation.
+    layouts
+        `OptimizerLayout.fingerprint` by optimizer.
+    problem
+        Why it can't be taken up; empty if it can.
+    """
+
+    path: Path
+    nonce: str
+    steps: tuple[int, ...] = ()
+    layouts: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    problem: str = ""
+
+
+class FrozenFile(NamedTuple):
+    """One file of a frozen generation.
+
+    Parameters
+    ----------
+    path
+        Its place in the generation, which is a zarr group: ``opt-0/main/c/0``.
+    source
+        The file, which is never a link.
+    nbytes
+        Its length.
+    """
+
+    path: Path
+    source: Path
+    nbytes: int
 
 
 class Transfer:
@@ -259,6 +312,22 @@ class TierStore(ABC):
         of it is left.
         """
 
+    def _freeze(self, name: str, commit: Commit) -> None:
+        """Keep the current generation, all or nothing, by a name that may be in use."""
+        raise StateError(f"the {self.tier} tier can't freeze its state; copy it (snapshot)")
+
+    def _frozen(self) -> dict[str, Commit]:
+        """The frozen generations that are whole."""
+        return {}
+
+    def _release(self, name: str) -> None:
+        """Remove a frozen generation."""
+        raise StateError(f"the {self.tier} tier has nothing frozen as {name!r}")
+
+    def _frozen_files(self, name: str) -> Iterator[FrozenFile]:
+        """Yield the files of a frozen generation, the one that says that it is whole last."""
+        raise StateError(f"the {self.tier} tier has nothing frozen as {name!r}")
+
     @abstractmethod
     def _close(self, discard: bool) -> None:
         """Give back memory, threads and locks; remove what `allocate` made if `discard` is set."""
@@ -266,6 +335,15 @@ class TierStore(ABC):
     def order(self, optimizer: str) -> Sequence[int]:
         """The tiles of an optimizer in the order in which a sweep had best take them."""
         return range(self.optimizers[optimizer].layout.n_tiles)
+
+    @classmethod
+    def offers(cls, config: TierConfig, rank: int) -> list[Offer]:
+        """State of earlier runs in the configured place, newest run first; raises nothing."""
+        return []
+
+    def _rollback_to(self, step: int) -> Commit:
+        """Make the generation before the last commit the current one again, if it is that step."""
+        raise StateError(f"{self} holds one step only, and step {step} is gone; load a checkpoint")
 
     def _rollback(self) -> None:  # noqa: B027 - most tiers have nothing to do here
         """Forget what was written since `_begin`; no transfer is on its way."""
@@ -406,10 +484,12 @@ class TierStore(ABC):
                     f"{self.config.timeout_s:g} s; the drive or file system hangs"
                 )
 
-    def commit(self, step: int, state: Mapping[str, Any]) -> None:
+    def commit(
+        self, step: int, state: Mapping[str, Any], job: Mapping[str, Any] | None = None
+    ) -> None:
         """Make what was written since `begin` the current generation.
 
-        Waits for writes on their way.
+        Waits for writes on their way. Parameters are those of `Commit`.
 
         Raises
         ------
@@ -428,7 +508,7 @@ class TierStore(ABC):
             self.settle()
             if self._failure is not None:
                 raise self._failure
-            commit = Commit(step=step, state=dict(state))
+            commit = Commit(step=step, state=dict(state), job=dict(job or {}))
             self._commit(commit)
         except BaseException as error:
             self.fail(error)
@@ -442,13 +522,18 @@ class TierStore(ABC):
             self._phase = "failed"
             self._failure = error
 
-    def rollback(self) -> None:
-        """Return to the last commit after an error.
+    def rollback(self, step: int | None = None) -> None:
+        """Return to a finished step after an error.
+
+        Parameters
+        ----------
+        step
+            The last commit, or the one before it; None is the last one.
 
         Raises
         ------
         StateError
-            The tier overwrites in place, so the last commit is gone.
+            The tier overwrites in place, so the last commit is gone; or it does not hold `step`.
         TransferTimeoutError
             A transfer is still on its way.
         """
@@ -461,6 +546,8 @@ class TierStore(ABC):
         # A read or write that comes back late must not find its slot or block in use again.
         self.settle()
         self._rollback()
+        if step not in (None, self.committed.step):
+            self.committed = self._rollback_to(step)
         self._phase = "idle"
 
     def snapshot(self, target: Path) -> None:
@@ -486,18 +573,95 @@ class TierStore(ABC):
             raise StateError(f"{place} exists already, and nothing is ever overwritten there")
         self._snapshot(Path(target), self.committed)
 
-    def open(self, path: Path) -> None:
+    def freeze(self, name: str) -> None:
+        """Keep the last commit under a name, without copying it, while training goes on.
+
+        It takes milliseconds, and space only for what the coming steps can then not overwrite: at
+        most one generation for each of the last two commits, reserved here, so that no step can
+        fail for it. Release what is not needed any more before the next freeze: its files are used
+        again.
+
+        Parameters
+        ----------
+        name
+            Up to 64 letters, digits, '-', '_' and '.', no '.' first: ``step-00000012``. On the
+            file tiers it becomes the zarr group ``frozen/<name>`` in the rank's directory.
+
+        Raises
+        ------
+        ConfigError
+            Not a possible name.
+        StateError
+            The tier can't, the name is in use, nothing was committed, or in the middle of a step.
+        CapacityError, TransferError
+            No room, no hard links, or the system's error; nothing is frozen and nothing is left.
+        """
+        _check_frozen_name(name)
+        self._require("idle")
+        if self.committed is None:
+            raise StateError(f"{self}: nothing was committed yet, so there is nothing to freeze")
+        self._freeze(name, self.committed)
+
+    def frozen(self) -> dict[str, Commit]:
+        """What is frozen, by name, earlier steps first; an opened store has its own again."""
+        self._require("idle", "writing", "failed")
+        return self._frozen()
+
+    def release(self, name: str) -> None:
+        """Remove a frozen generation, which nobody may be reading any more.
+
+        Large files take time to remove. Another thread than the one that trains may call it,
+        also in the middle of a step.
+
+        Raises
+        ------
+        ConfigError
+            Not a possible name.
+        StateError
+            Nothing is frozen by that name.
+        TransferError
+            The system's error.
+        """
+        _check_frozen_name(name)
+        self._require("idle", "writing", "failed")
+        self._release(name)
+
+    def frozen_files(self, name: str) -> Iterator[FrozenFile]:
+        """Iterate over the files of a frozen generation, for a copy of it in another place.
+
+        No byte of them changes until `release`. Written below a directory in the order and at the
+        paths given, they are the same zarr group; the group's metadata, which says that it is
+        whole and of which step, comes last.
+
+        Raises
+        ------
+        ConfigError
+            Not a possible name.
+        StateError
+            Nothing is frozen by that name.
+        CorruptError
+            Files of it are missing or too short.
+        """
+        _check_frozen_name(name)
+        self._require("idle", "writing", "failed")
+        return self._frozen_files(name)
+
+    def open(self, path: Path, *, step: int | None = None) -> None:
         """Take up the last commit that an earlier process left in a rank's directory.
 
         Parameters
         ----------
         path
             The rank's directory.
+        step
+            Which step to take up, of those that the directory holds; None is the last commit.
+            Later ones are forgotten.
 
         Raises
         ------
         StateError
-            The tier is not durable, or the directory's state is in use or unfinished.
+            The tier is not durable, or the directory's state is in use or unfinished, or it does
+            not hold `step`.
         CorruptError, LayoutError
             The directory does not hold what its records say.
         """
@@ -582,3 +746,12 @@ class TierStore(ABC):
                 f"tile {tile} of {key} has {wanted[0]} contiguous elements of {wanted[1]}; the "
                 f"tensor has {tensor.numel()} of {dtype}"
             )
+
+
+def _check_frozen_name(name: str) -> None:
+    if not _FROZEN_NAME.fullmatch(name) or name == "zarr.json":
+        raise ConfigError(
+            f"{name!r} can't be the name of a frozen generation: up to 64 letters, digits, '-', "
+            "'_' and '.', with no '.' first, can (step-00000012), since it becomes the name of a "
+            "directory"
+        )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.adapters.megatron.guards import refuse_arguments
-from tierstore.config import GDS_MODES, RECOVERY_MODES, TierConfig
+from tierstore.config import GDS_MODES, RECOVERY_MODES, RESUME_MODES, TierConfig
 from tierstore.errors import ConfigError
 from tierstore.layout import DEFAULT_TILE_NUMEL, MAX_CHUNK_NUMEL
 from tierstore.registry import available_tiers
@@ -77,6 +77,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default="step",
         help="step: a crash at any point leaves the last step whole, for twice the space; none: "
         "overwrite in place (default: %(default)s)",
+    )
+    group.add_argument(
+        "--optimizer-state-resume",
+        choices=RESUME_MODES,
+        default="never",
+        help="an earlier run's live state in the same directory: never take it up; auto: where all "
+        "ranks hold a common step of one run with the same layout; require: or refuse to start "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--optimizer-state-io-threads",
@@ -177,6 +185,7 @@ def config_from_args(args: argparse.Namespace | Any) -> TierConfig | None:
         slots=args.optimizer_state_slots,
         host_memory_nbytes=args.optimizer_state_host_memory,
         recovery=args.optimizer_state_recovery,
+        resume=args.optimizer_state_resume,
         io_threads=args.optimizer_state_io_threads,
         gds=args.optimizer_state_gds,
         role=args.optimizer_state_role,

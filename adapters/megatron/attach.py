@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tierstore.adapters.megatron.buckets import lay_out, owned_shards
 from tierstore.adapters.megatron.guards import refuse_optimizers
 from tierstore.adapters.megatron.names import name_parameters
+from tierstore.adapters.megatron.ranks import all_ranks
+from tierstore.adapters.megatron.resume import Choice, choose, describe
 from tierstore.adapters.megatron.tiered import TieredOptimizer
 from tierstore.device import open_device
 from tierstore.errors import ConfigError, StateError
@@ -26,10 +29,13 @@ if TYPE_CHECKING:
 
     from tierstore.config import TierConfig
     from tierstore.metrics import SweepMetrics
+    from tierstore.ranks import Ranks
 
 __all__ = ["Handle", "attach"]
 
 _logger = logging.getLogger("tierstore.megatron")
+_MOST_JOB_NBYTES = 64 * 1024
+_Built = TypeVar("_Built")
 
 
 class Handle:
@@ -37,6 +43,8 @@ class Handle:
 
     Attributes
     ----------
+    resumed_step
+        The step of an earlier run that this one went on from, or None.
     rank_path, root
         This rank's zarr group and the store's root group, for the file tiers.
     """
@@ -46,6 +54,7 @@ class Handle:
         self._tiered = tiered
         self.rank_path: Path | None = getattr(state.store, "path", None)
         self.root: Path | None = None if self.rank_path is None else self.rank_path.parent
+        self.resumed_step: int | None = None
         self.window_nbytes = state.window.nbytes
         self.host_nbytes = state.store.host_nbytes
 
@@ -92,6 +101,50 @@ class Handle:
             if tiered.owns(parameter):
                 return {name: value.clone() for name, value in tiered.read_state(parameter).items()}
         raise ConfigError("this rank owns no part of that parameter's optimizer state")
+
+    @property
+    def job_state(self) -> dict[str, Any]:
+        """What goes with every commit from the next step on, and came with a resumed one.
+
+        For whatever the trainer needs to go on: iteration, schedule, loss scaler. JSON values, a
+        few kilobytes; set it before ``optimizer.step()``.
+        """
+        return self._state.job
+
+    @job_state.setter
+    def job_state(self, values: Mapping[str, Any]) -> None:
+        nbytes = len(json.dumps(dict(values), allow_nan=False))
+        if nbytes > _MOST_JOB_NBYTES:
+            raise ConfigError(
+                f"the job state has {nbytes:,} bytes as JSON, and {_MOST_JOB_NBYTES:,} are the "
+                "most: it is written in every step. Keep what is larger elsewhere, and its place "
+                "here"
+            )
+        self._state.job = dict(values)
+
+    def rollback(self) -> None:
+        """Return to the last step that every rank has committed, after a failed step.
+
+        All ranks call it. State, step counters, `job_state` and the model's weights are those of
+        that step; what else the trainer has moved on (schedule, data, loss scaler) it has to move
+        back itself.
+
+        Raises
+        ------
+        PeerError
+            A rank does not answer.
+        StateError
+            The tier overwrites in place, so the step is lost; or nothing failed.
+        """
+        self._state.rollback()
+        self.restore_weights()
+
+    def restore_weights(self) -> None:
+        """Write the model's weights anew from the main params on the tier; all ranks call it."""
+        for tiered in self._tiered:
+            tiered.restore_weights()
+        for chunk in dict.fromkeys(chunk for tiered in self._tiered for chunk in tiered.chunks):
+            chunk.start_param_sync(force_sync=True)
 
     def snapshot(self, path: Path | str) -> Path:
         """Write the state of the last step to a directory, as a store that zarr opens.
@@ -153,11 +206,20 @@ def attach(optimizer: Any, config: TierConfig) -> Handle:
         for entry in getattr(optimizer, "chained_optimizers", [optimizer])
         if not getattr(entry, "is_stub_optimizer", False)
     ]
-    nonce = _shared_nonce()
-    state, tiered = _together(lambda: _build(chain, config, nonce))
+    ranks = all_ranks(config.timeout_s)
+    tiered = _together(ranks, lambda: _lay_out(chain, config))
+    choice = _choose(ranks, tiered, config)
+    state = _together(ranks, lambda: _make_state(tiered, config, choice, ranks), _discard)
+    for entry in tiered:
+        entry.state, entry.peers = state, tiered
     handle = Handle(state, tiered)
     for entry in tiered:
         entry.bind(handle)
+    if state.store.committed is not None and choice.step >= 0:
+        _restore_all(tiered, state.store.committed.state)
+        handle.restore_weights()
+        handle.resumed_step = choice.step
+        _logger.info("%s: went on from step %d of run %s", state.store, choice.step, choice.nonce)
     layouts = [entry.layout for entry in state.optimizers.values()]
     _logger.info(
         "%s: %s of state, %s, window %s, host memory %s, tiles of %s and chunks of %s elements%s",
@@ -173,9 +235,7 @@ def attach(optimizer: Any, config: TierConfig) -> Handle:
     return handle
 
 
-def _build(
-    chain: list[Any], config: TierConfig, nonce: str
-) -> tuple[RankState, list[TieredOptimizer]]:
+def _lay_out(chain: list[Any], config: TierConfig) -> list[TieredOptimizer]:
     refuse_optimizers(chain)
     if not chain:
         raise ConfigError("this rank has no optimizer: every parameter is frozen")
@@ -187,23 +247,57 @@ def _build(
         owned, numel = owned_shards(entry, names)
         layout = lay_out(owned, numel, config)
         tiered.append(TieredOptimizer(f"opt-{index}", entry, owned, layout))
-    device = open_device(chain[0].buffers[0].grad_data.device)
-    store = tier_class(config.tier)(config, device, Identity(nonce=nonce, **_place()))
-    optimizers = [entry.optimizer_layout for entry in tiered]
+    return tiered
+
+
+def _choose(ranks: Ranks, tiered: list[TieredOptimizer], config: TierConfig) -> Choice:
+    """Which earlier run's state to take up; every rank comes to the same choice, or error."""
+    if config.resume == "never":
+        drawn: str = ranks.gather(secrets.token_hex(4))[0]
+        return Choice(drawn)
+    layouts = {entry.name: entry.optimizer_layout.fingerprint for entry in tiered}
+    offers = tier_class(config.tier).offers(config, _place()["rank"])
+    choice = choose(ranks.gather(describe(offers, layouts)))
+    if choice.step >= 0:
+        return choice
+    reasons = "\n".join(f"  - {reason}" for reason in choice.reasons)
+    if config.resume == "require":
+        raise ConfigError(f"--optimizer-state-resume=require: nothing to resume\n{reasons}")
+    _logger.info("nothing to resume, starting afresh:\n%s", reasons)
+    return Choice(ranks.gather(secrets.token_hex(4))[0])
+
+
+def _make_state(
+    tiered: list[TieredOptimizer], config: TierConfig, choice: Choice, ranks: Ranks
+) -> RankState:
+    device = open_device(tiered[0].device)
+    identity = Identity(nonce=choice.nonce, **_place())
+    store = tier_class(config.tier)(config, device, identity)
     try:
+        if choice.step >= 0:
+            (offer,) = (
+                offer
+                for offer in store.offers(config, identity.rank)
+                if offer.nonce == choice.nonce
+            )
+            store.open(offer.path, step=choice.step)
         state = RankState(
             store,
-            optimizers,
+            [entry.optimizer_layout for entry in tiered],
             counters=lambda: {entry.name: entry.counters() for entry in tiered},
             restore=partial(_restore_all, tiered),
+            ranks=ranks,
         )
-        state.fill({entry.name: entry.fill for entry in tiered})
+        if choice.step < 0:
+            state.fill({entry.name: entry.fill for entry in tiered})
     except BaseException:
         store.close(discard=True)
         raise
-    for entry in tiered:
-        entry.state, entry.peers = state, tiered
-    return state, tiered
+    return state
+
+
+def _discard(state: RankState) -> None:
+    state.close(discard=True)
 
 
 def _restore_all(tiered: list[TieredOptimizer], counters: Mapping[str, Any]) -> None:
@@ -245,37 +339,21 @@ def _place() -> dict[str, Any]:
     return {"rank": torch.distributed.get_rank(), "topology": topology}
 
 
-def _shared_nonce() -> str:
-    """A text drawn by one rank for all of them."""
-    import torch
-
-    drawn = [secrets.token_hex(4)]
-    if torch.distributed.is_initialized():
-        torch.distributed.broadcast_object_list(drawn, src=0)
-    return drawn[0]
-
-
 def _together(
-    build: Callable[[], tuple[RankState, list[TieredOptimizer]]],
-) -> tuple[RankState, list[TieredOptimizer]]:
+    ranks: Ranks, build: Callable[[], _Built], undo: Callable[[_Built], None] = lambda built: None
+) -> _Built:
     """Build on every rank, or raise on every rank: none is left waiting in a collective."""
-    import torch
-
-    built = failure = None
+    built: list[_Built] = []
+    failure = None
     try:
-        built = build()
+        built.append(build())
     except Exception as error:  # raised below, when every rank knows
         failure = error
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        failures: list[str | None] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(failures, None if failure is None else str(failure))
-    else:
-        failures = [None if failure is None else str(failure)]
+    failures = ranks.gather(None if failure is None else str(failure))
     if failure is not None:
         raise failure
     elsewhere = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
-    if built is None or elsewhere:
-        if built is not None:
-            built[0].close(discard=True)
+    if elsewhere:
+        undo(built[0])
         raise StateError("attaching failed on other ranks:\n" + "\n".join(elsewhere))
-    return built
+    return built[0]

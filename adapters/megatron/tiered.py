@@ -37,6 +37,8 @@ class TieredOptimizer:
 
     Attributes
     ----------
+    device, chunks
+        Where weights and gradients are; the model chunks that they belong to.
     state, peers
         Set once the store is allocated: what the rank holds, and all optimizers of the chain.
     """
@@ -52,8 +54,9 @@ class TieredOptimizer:
         self._inner = optimizer.optimizer
         self._owned = owned
         self._index = {entry.parameter: index for index, entry in enumerate(owned)}
-        device = optimizer.buffers[0].grad_data.device
-        self._habit = study(self._inner, device)
+        self.device = optimizer.buffers[0].grad_data.device
+        self.chunks = optimizer.model_chunks
+        self._habit = study(self._inner, self.device)
         self._arrays = ("main", *self._habit.arrays)
         self.optimizer_layout = OptimizerLayout(
             name=name, layout=layout, arrays=dict.fromkeys(self._arrays, "float32")
@@ -110,12 +113,24 @@ class TieredOptimizer:
             main = self._owned[extent.shard].bound.main.detach()
             views.arrays["main"][extent.in_tile].copy_(main[extent.in_shard])
 
+    def restore_weights(self) -> None:
+        """Write the weights that the state on the tier stands for, of this rank's shards."""
+
+        def put(views: TileViews) -> None:
+            for extent in self._layout.extents(views.tile.index):
+                part = views.arrays["main"][extent.in_tile]
+                self._owned[extent.shard].bound.weight[extent.in_shard].copy_(part)
+
+        self.state.look(self.name, put, range(self._layout.n_tiles))
+
     def step(self, closure: None = None) -> None:
         """The inner optimizer's step: stream all tiles through the update."""
-        self.flush()
         with step_hooks(self._inner):
-            self._update.begin()
-            self.state.advance(self.name, self._update.visit, self._update.finish)
+            self.state.advance(self.name, self._update.visit, self._update.finish, self._prepare)
+
+    def _prepare(self) -> None:
+        self.flush()
+        self._update.begin()
 
     def read_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """What Megatron's ``_get_main_param_and_optimizer_states`` returns, read from the tier."""

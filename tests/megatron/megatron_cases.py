@@ -68,6 +68,8 @@ class Case:
     recipe: Recipe = field(default_factory=Recipe)
     tier: Tier | None = field(default_factory=Tier)  # None: the second run is untouched as well
     sabotage: str | None = None  # what is broken on purpose in the second run
+    fault: str | None = None  # what fails once on the last rank: write | commit, and is rolled
+    # back; or restart: a commit, after which all ranks start again and resume
     delays: bool = False  # whether transfers start and end late, by random times
     timeout_s: float = 180.0
 
@@ -86,6 +88,7 @@ class Case:
             words += [tier.tier, f"chunk{tier.chunk_numel}", f"tile{tier.tile_numel}"]
             words += [f"slots{tier.slots}", f"recovery_{tier.recovery}"]
         words += ["delays"] * self.delays
+        words += [f"failed_{self.fault}"] if self.fault else []
         words += [self.sabotage] if self.sabotage else []
         return "-".join(words)
 

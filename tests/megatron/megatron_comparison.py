@@ -15,6 +15,7 @@ import zarr
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_cases import STEPS, Case, Recipe, Tier
+from megatron_faults import Fault, until_it_fails
 from megatron_layout import layout_problems
 from megatron_sabotage import disturbed
 from megatron_training import Trace, Trainer, copied, differences, differences_of
@@ -91,21 +92,35 @@ def _run_on_tier(
 ) -> tuple[Trace, list[str]]:
     trainer = Trainer(case.recipe, device)
     config = TierConfig(directories=(directory,), timeout_s=60.0, **dataclasses.asdict(tier))
+    before, done = Trace(), 0
+    if case.fault == "restart":
+        before = until_it_fails(trainer, config)
+        done = len(before.steps)
+        trainer = trainer.started_again()
+        config = dataclasses.replace(config, resume="require")
     counters: list[Counters] = []
     with (
         disturbed(case.sabotage, delays=case.delays),
         attach(trainer.optimizer, config) as handle,
     ):
-        trace = trainer.train(lambda step: counters.append(_counters(handle)))
+        fault = Fault(handle, case.fault if done == 0 else None)
+        trace = trainer.train(
+            lambda step: counters.append(_counters(handle)),
+            fault.recover if case.fault else None,
+            range(done, STEPS),
+        )
         trainer.finish()
         trace.weights = trainer.weights()
         trace.states = {
             name: copied(optimizer._get_main_param_and_optimizer_states(param))
             for name, optimizer, param in trainer.shards()
         }
-        problems = [*_miscounts(case, trainer, handle, trace, counters)]
+        problems = [*fault.problems, *_miscounts(case, trainer, handle, trace, counters)]
         problems += _misreadings(trainer, handle, trace, directory / "snapshot")
         problems += layout_problems(trainer.model, directory / "snapshot")
+        if done and (handle.resumed_step, handle.job_state) != (done, {"iteration": done}):
+            problems.append(f"went on from step {handle.resumed_step} with {handle.job_state}")
+    trace.steps = before.steps + trace.steps
     return trace, problems
 
 
@@ -115,7 +130,7 @@ def _miscounts(
     """Check that the state really went through the tier, in every step that changed weights."""
     per_update = len(trainer.distributed_optimizers())
     nbytes = _state_nbytes(handle)
-    before = Counters()
+    before = Counters(steps=handle.resumed_step or 0)
     for number, (step, after) in enumerate(zip(trace.steps, counters, strict=True)):
         grown = dataclasses.replace(before)
         if step["success"]:
@@ -125,6 +140,9 @@ def _miscounts(
                 read_nbytes=before.read_nbytes + nbytes,
                 written_nbytes=before.written_nbytes + nbytes,
             )
+        if case.fault:
+            # Ranks that were ahead have swept the failed step twice.
+            grown = dataclasses.replace(after, steps=grown.steps)
         if after != grown:
             yield f"step {number}: the handle counts {after} and should count {grown}"
         before = after

@@ -97,16 +97,47 @@ class Trainer:
             wd_incr_style="constant" if constant else "cosine",
         )
 
-    def train(self, after_step: Callable[[int], None] | None = None) -> Trace:
-        """Run all steps and return the trace of the steps, without weights and states."""
+    def train(
+        self,
+        after_step: Callable[[int], None] | None = None,
+        recover: Callable[[Exception], None] | None = None,
+        steps: range = range(STEPS),
+    ) -> Trace:
+        """Run steps and return the trace of the steps, without weights and states.
+
+        Parameters
+        ----------
+        after_step
+            Called with the number of each step that has been made.
+        recover
+            Called with what a step has raised; the step is then made again.
+        steps
+            Which of all.
+        """
         trace = Trace()
-        for step in range(STEPS):
+        for step in steps:
             if step == STEPS // 2:
                 self._interlude()
-            trace.steps.append(self._step(step))
+            try:
+                trace.steps.append(self._step(step))
+            except Exception as error:
+                if recover is None:
+                    raise
+                recover(error)
+                trace.steps.append(self._step(step))
             if after_step is not None:
                 after_step(step)
         return trace
+
+    def started_again(self) -> Trainer:
+        """Return what a new process would make: other weights, and the schedule of a checkpoint."""
+        again = Trainer(self.recipe, next(self.model.parameters()).device)
+        with torch.no_grad():
+            for param in again.model.parameters():
+                param.mul_(0.5)
+        again.optimizer.reload_model_params()
+        again.schedule.load_state_dict(self.schedule.state_dict())
+        return again
 
     def finish(self) -> None:
         """Wait for gathers that overlap with a next forward pass that will not come."""

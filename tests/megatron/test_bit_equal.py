@@ -49,7 +49,32 @@ def sabotaged(builds: list[Build]) -> list[Case]:
     ]
 
 
-CASES = bit_equal_cases(megatron_builds()) + late(megatron_builds())
+def failing(builds: list[Build]) -> list[Case]:
+    """Build cases in which a step fails on one rank, and all ranks go back and make it again."""
+    ways = [
+        ("write", Recipe(parallel="dp2", model="gpt")),
+        ("commit", Recipe(parallel="dp2", overlap=True)),
+        ("write", Recipe(parallel="tp2", model="gpt", schedule="betas")),
+        ("commit", Recipe(parallel="ep2", model="moe", micro_batches=4)),
+        ("restart", Recipe(parallel="tp2", model="gpt")),
+        ("restart", Recipe(parallel="dp2", overlap=True)),
+        ("restart", Recipe(parallel="ep2", model="moe", schedule="constant")),
+        ("restart", Recipe(params="fp32")),
+        ("write", Recipe(params="fp32", clip=False)),
+        ("commit", Recipe(decay="l2", grads="native")),
+    ]
+    return [
+        Case(
+            build=builds[number % len(builds)],
+            recipe=recipe,
+            tier=Tier(tile_numel=1024, slots=2),
+            fault=fault,
+        )
+        for number, (fault, recipe) in enumerate(ways if builds else [])
+    ]
+
+
+CASES = failing(megatron_builds()) + bit_equal_cases(megatron_builds()) + late(megatron_builds())
 CUDA_CASES = bit_equal_cases(cuda_builds(), single_rank=True) + late(cuda_builds())
 
 

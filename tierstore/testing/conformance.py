@@ -8,8 +8,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,7 +21,13 @@ import pytest
 
 from tierstore.config import TierConfig
 from tierstore.device import Device, open_device
-from tierstore.errors import CapacityError, LayoutError, StateError, TierStoreError
+from tierstore.errors import (
+    CapacityError,
+    ConfigError,
+    LayoutError,
+    StateError,
+    TierStoreError,
+)
 from tierstore.layout import Shard, StateLayout
 from tierstore.records import ArrayKey, Commit, Identity, OptimizerLayout
 from tierstore.store import TierStore
@@ -315,16 +323,149 @@ class TierStoreTests:
         for optimizer in store.optimizers.values():
             for key in optimizer.keys():
                 found = zarr.open_array(generation / str(key), mode="r")
-                tiles = [
-                    tile_values(optimizer, key, tile, 4).numpy()
-                    for tile in range(optimizer.layout.n_tiles)
-                ]
-                wanted = np.concatenate(tiles)[: optimizer.layout.numel]
-                _same(np.asarray(found[:]).tobytes(), wanted.tobytes(), f"the snapshot's {key}")
+                _same(_elements(found), _wanted(optimizer, key, 4), f"the snapshot's {key}")
         record = json.loads((generation / "zarr.json").read_text())["attributes"]["tierstore"]
         _same((record["state"], record["step"]), ("complete", 4), "the snapshot's record")
         with pytest.raises(TierStoreError, match="exists"):
             store.snapshot(tmp_path / "snapshot")
+
+    def _require_freezing(self, store: TierStore) -> None:
+        if not store.capabilities.freeze:
+            pytest.skip(
+                f"the {store.tier} tier does not freeze: it has one generation, or no files"
+            )
+
+    def _expect_frozen(self, store: TierStore, name: str, seed: int) -> None:
+        import zarr
+
+        place = Path(str(getattr(store, "path", ""))) / "frozen" / name
+        for optimizer in store.optimizers.values():
+            for key in optimizer.keys():
+                found = zarr.open_array(place / str(key), mode="r")
+                _same(_elements(found), _wanted(optimizer, key, seed), f"{key}, frozen as {name}")
+        record = json.loads((place / "zarr.json").read_text())["attributes"]["tierstore"]
+        _same((record["state"], record["step"]), ("complete", seed), f"the record of {name}")
+
+    @contextlib.contextmanager
+    def no_room(self) -> Iterator[None]:
+        """Let no file get any bytes; override it for a tier that reserves in another way."""
+
+        def refuse(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", refuse)
+            yield
+
+    def test_what_can_not_freeze_says_so(self, store: TierStore) -> None:
+        """Refused with a typed error, and nothing is listed."""
+        if store.capabilities.freeze:
+            pytest.skip("the tier can freeze")
+        write_generation(store, 1)
+        with pytest.raises(StateError, match="snapshot"):
+            store.freeze("a")
+        _same(store.frozen(), {}, "what is frozen")
+        for call in (store.release, store.frozen_files):
+            with pytest.raises(StateError, match="nothing frozen"):
+                call("a")
+        self._expect(store, 1)
+
+    def test_frozen_bits_stay(self, store: TierStore) -> None:
+        """Frozen generations are what they were, while later ones are written and frozen."""
+        self._require_freezing(store)
+        write_generation(store, 1)
+        store.freeze("step-1")
+        write_generation(store, 2)
+        store.freeze("step-2")
+        store.freeze("again")
+        for seed in (3, 4, 5):
+            write_generation(store, seed)
+            self._expect(store, seed)
+            self._expect_frozen(store, "step-1", 1)
+            self._expect_frozen(store, "step-2", 2)
+            self._expect_frozen(store, "again", 2)
+        commits = {"step-1": 1, "again": 2, "step-2": 2}
+        found = {name: commit.step for name, commit in store.frozen().items()}
+        _same(list(found.items()), list(commits.items()), "what is frozen")
+        _same(store.frozen()["step-1"], Commit(step=1, state={"seed": 1}), "the commit")
+
+    def test_releasing(self, store: TierStore) -> None:
+        """What is released is gone, and its name is free; the rest stays."""
+        self._require_freezing(store)
+        write_generation(store, 1)
+        store.freeze("a")
+        store.freeze("b")
+        write_generation(store, 2)
+        store.release("a")
+        with pytest.raises(StateError, match="nothing is frozen as 'a'"):
+            store.release("a")
+        with pytest.raises(StateError, match="nothing is frozen as 'a'"):
+            store.frozen_files("a")
+        write_generation(store, 3)
+        store.freeze("a")
+        write_generation(store, 4)
+        write_generation(store, 5)
+        self._expect_frozen(store, "a", 3)
+        self._expect_frozen(store, "b", 1)
+        store.release("a")
+        store.release("b")
+        _same(store.frozen(), {}, "what is frozen")
+        write_generation(store, 6)
+        self._expect(store, 6)
+
+    def test_what_is_not_to_be_frozen(self, store: TierStore) -> None:
+        """Names that are none, names in use, and states that are not the last commit's."""
+        self._require_freezing(store)
+        with pytest.raises(StateError, match="nothing was committed"):
+            store.freeze("a")
+        write_generation(store, 1)
+        for name in ("", ".", "..", ".a", "a/b", "a b", "x" * 65, "../gen-a", "zarr.json"):
+            for call in (store.freeze, store.release, store.frozen_files):
+                with pytest.raises(ConfigError, match="can't be the name"):
+                    call(name)
+        store.freeze("a")
+        with pytest.raises(StateError, match="already"):
+            store.freeze("a")
+        store.begin()
+        with pytest.raises(StateError, match="middle of a step"):
+            store.freeze("b")
+        _same(list(store.frozen()), ["a"], "what is frozen")
+
+    def test_a_frozen_generation_can_be_copied(self, store: TierStore, tmp_path: Path) -> None:
+        """All files are named, the one that says that it is whole last, and no links are."""
+        import zarr
+
+        self._require_freezing(store)
+        write_generation(store, 1)
+        store.freeze("a")
+        write_generation(store, 2)
+        write_generation(store, 3)
+        for path, source, nbytes in (files := list(store.frozen_files("a"))):
+            target = tmp_path / "copy" / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(source.read_bytes())
+            _same((target.stat().st_size, source.is_symlink()), (nbytes, False), str(source))
+        _same(files[-1].path, Path("zarr.json"), "the last file")
+        store.release("a")
+        for optimizer in store.optimizers.values():
+            for key in optimizer.keys():
+                found = zarr.open_array(tmp_path / "copy" / str(key), mode="r")
+                _same(_elements(found), _wanted(optimizer, key, 1), f"the copy's {key}")
+
+    def test_no_room_to_freeze(self, store: TierStore) -> None:
+        """Freezing reserves what the coming steps need; where it can't, nothing has happened."""
+        self._require_freezing(store)
+        write_generation(store, 1)
+        top = Path(str(getattr(store, "path", "")))
+        before = sorted(top.rglob("*"))
+        with self.no_room(), pytest.raises(CapacityError) as caught:
+            store.freeze("a")
+        _same(caught.value.errno, errno.ENOSPC, "the errno")
+        _same(store.frozen(), {}, "what is frozen")
+        _same(sorted(top.rglob("*")), before, "what is there")
+        write_generation(store, 2)
+        write_generation(store, 3)
+        self._expect(store, 3)
 
     def test_reopening(self, store: TierStore, device: Device) -> None:
         """A durable store is found again with step, counters and bits; memory says it is not."""
@@ -343,6 +484,27 @@ class TierStoreTests:
         self._expect(again, 9)
         again.close()
 
+    def test_reopening_finds_what_is_frozen(self, store: TierStore, device: Device) -> None:
+        """It is listed again, keeps its bits, and can be released."""
+        self._require_freezing(store)
+        write_generation(store, 1)
+        store.freeze("a")
+        write_generation(store, 2)
+        store.freeze("b")
+        frozen, path = store.frozen(), Path(str(getattr(store, "path", "")))
+        store.close()
+        with self.store_class(store.config, device, Identity(nonce="another")) as again:
+            again.open(path)
+            _same(again.frozen(), frozen, "what is frozen")
+            write_generation(again, 3)
+            write_generation(again, 4)
+            self._expect_frozen(again, "a", 1)
+            self._expect_frozen(again, "b", 2)
+            again.release("a")
+            write_generation(again, 5)
+            self._expect(again, 5)
+            self._expect_frozen(again, "b", 2)
+
     def test_a_second_owner_is_refused(self, store: TierStore, device: Device) -> None:
         """Two stores never share a directory, and the second one touches nothing."""
         if not store.capabilities.durable:
@@ -355,6 +517,17 @@ class TierStoreTests:
         with pytest.raises(StateError, match="in use"):
             other.open(Path(str(getattr(store, "path", ""))))
         self._expect(store, 1)
+
+
+def _elements(array: Any) -> bytes:
+    return np.asarray(array[:]).tobytes()
+
+
+def _wanted(optimizer: OptimizerLayout, key: ArrayKey, seed: int) -> bytes:
+    """What zarr has to read of an array that `write_generation` wrote: no padding."""
+    tiles = [_bits(tile_values(optimizer, key, i, seed)) for i in range(optimizer.layout.n_tiles)]
+    itemsize = optimizer.formats[key.name].type.itemsize
+    return b"".join(tiles)[: optimizer.layout.numel * itemsize]
 
 
 def _same(found: object, wanted: object, what: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from tierstore.errors import StateError
 from tierstore.records import ArrayKey, Identity
 from tierstore.store import TierStore
 from tierstore.testing.conformance import make_optimizer, read_array, tile_values
+from tierstore.zarr_format import CHECKSUM_NBYTES, checksum
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +29,8 @@ __all__ = ["store_machine"]
 def store_machine(store_class: type[TierStore]) -> type[RuleBasedStateMachine]:
     """A state machine for a tier; use its ``TestCase``.
 
-    It begins, writes tiles in any order, commits (whole or not), reads, rolls back, closes and
-    reopens, and compares with a dictionary of what was committed.
+    It begins, writes tiles in any order, commits (whole or not), reads, rolls back, freezes,
+    releases, closes and reopens, and compares with dictionaries of what was committed and frozen.
     """
 
     class StoreMachine(RuleBasedStateMachine):
@@ -51,6 +53,7 @@ def store_machine(store_class: type[TierStore]) -> type[RuleBasedStateMachine]:
             )
             self.committed: dict[tuple[ArrayKey, int], bytes] = {}
             self.pending: dict[tuple[ArrayKey, int], bytes] = {}
+            self.frozen: dict[str, dict[tuple[ArrayKey, int], bytes]] = {}
             self.step = 0
             self.writing = False
             self.broken = False
@@ -92,6 +95,17 @@ def store_machine(store_class: type[TierStore]) -> type[RuleBasedStateMachine]:
                 self.committed = dict(self.pending)
             self.writing = False
 
+        @precondition(lambda self: not self.writing and not self.broken)
+        @rule(seed=st.integers(0, 2**31))
+        def whole_step(self, seed: int) -> None:
+            # Two or three of them in a row, which the rules above hardly ever come to.
+            self.begin()
+            for key, tile in self._missing():
+                values = tile_values(self.store.optimizers[key.optimizer], key, tile, seed)
+                self.store.write(key, tile, values).settled.result(timeout=60)
+                self.pending[key, tile] = _bits(values)
+            self.commit()
+
         @precondition(lambda self: self.writing or self.broken)
         @rule()
         def rollback(self) -> None:
@@ -101,6 +115,24 @@ def store_machine(store_class: type[TierStore]) -> type[RuleBasedStateMachine]:
             else:
                 with pytest.raises(StateError):
                     self.store.rollback()
+
+        @precondition(lambda self: not self.writing and not self.broken)
+        @rule(name=st.sampled_from("abc"))
+        def freeze(self, name: str) -> None:
+            if self.store.capabilities.freeze and self.committed and name not in self.frozen:
+                self.store.freeze(name)
+                self.frozen[name] = dict(self.committed)
+            else:
+                with pytest.raises(StateError):
+                    self.store.freeze(name)
+
+        @rule(name=st.sampled_from("abc"))
+        def release(self, name: str) -> None:
+            if self.frozen.pop(name, None) is not None:
+                self.store.release(name)
+            else:
+                with pytest.raises(StateError):
+                    self.store.release(name)
 
         @precondition(lambda self: self.store.capabilities.durable)
         @rule()
@@ -133,6 +165,16 @@ def store_machine(store_class: type[TierStore]) -> type[RuleBasedStateMachine]:
                         if _bits(found) != self.committed[key, tile]:
                             raise AssertionError(f"tile {tile} of {key} is not what was committed")
 
+        @invariant()
+        def frozen_files_are_what_was_frozen(self) -> None:
+            if set(self.store.frozen()) != set(self.frozen):
+                raise AssertionError(f"frozen: {self.store.frozen()}, wanted {set(self.frozen)}")
+            for name, wanted in self.frozen.items():
+                sources = {str(file.path): file.source for file in self.store.frozen_files(name)}
+                for (key, tile), bits in wanted.items():
+                    if _stored(self.store, sources, key, tile) != bits + checksum(bits):
+                        raise AssertionError(f"tile {tile} of {key} has changed in {name}")
+
         def teardown(self) -> None:
             store: Any = getattr(self, "store", None)
             if store is not None:
@@ -140,6 +182,15 @@ def store_machine(store_class: type[TierStore]) -> type[RuleBasedStateMachine]:
                 shutil.rmtree(self.directory)
 
     return StoreMachine
+
+
+def _stored(store: TierStore, files: Mapping[str, Path], key: ArrayKey, tile: int) -> bytes:
+    """A tile and its checksum, out of the file that holds it."""
+    entry = store.optimizers[key.optimizer]
+    form, grid = entry.formats[key.name], entry.layout.tile(tile)
+    with files[f"{key}/{form.chunk_key(grid.chunk)}"].open("rb") as file:
+        file.seek(form.tile_offset(grid.place))
+        return file.read(form.tile_nbytes + CHECKSUM_NBYTES)
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
