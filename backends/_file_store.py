@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tierstore.answers import Capabilities, FrozenFile, Offer, Probe
 from tierstore.backends import _direct_io, _placement
 from tierstore.backends._frozen import Frozen
 from tierstore.backends._tree import GENERATIONS, RankTree
@@ -19,7 +20,7 @@ from tierstore.config import TierConfig
 from tierstore.device import Device
 from tierstore.errors import ConfigError, StateError, TierStoreError
 from tierstore.records import Commit, Identity
-from tierstore.store import Capabilities, FrozenFile, Offer, Probe, TierStore
+from tierstore.store import TierStore
 
 __all__ = ["FileStore"]
 

@@ -27,13 +27,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tierstore.answers import FrozenFile
 from tierstore.backends import _direct_io
 from tierstore.backends._chunk_file import ChunkFile
 from tierstore.backends._spares import Kind, Spares
 from tierstore.backends._tree import GENERATIONS, METADATA, RankTree, remove_empty
 from tierstore.errors import CorruptError, StateError, TierStoreError
 from tierstore.records import Commit
-from tierstore.store import FrozenFile
 from tierstore.zarr_format import group_metadata
 
 __all__ = ["Frozen"]

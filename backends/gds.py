@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tierstore.answers import Probe
 from tierstore.backends import _direct_io
 from tierstore.backends._chunk_file import ChunkFile
 from tierstore.backends._device_checksum import ChecksumLane, DeviceChecksum
@@ -28,7 +29,7 @@ from tierstore.errors import (
     TierStoreError,
     TransferError,
 )
-from tierstore.store import Probe, Transfer
+from tierstore.transfer import Transfer
 from tierstore.zarr_format import BLOCK_NBYTES, CHECKSUM_NBYTES
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from tierstore.answers import Capabilities, Probe
 from tierstore.backends import _direct_io
 from tierstore.backends._host_memory import HostSlab
 from tierstore.backends._io_threads import IoThreads
@@ -16,7 +17,8 @@ from tierstore.backends._tree import RankTree
 from tierstore.errors import ConfigError
 from tierstore.metrics import readable
 from tierstore.records import ArrayKey, Commit, Identity
-from tierstore.store import Capabilities, Probe, TierStore, Transfer
+from tierstore.store import TierStore
+from tierstore.transfer import Transfer
 from tierstore.zarr_format import BLOCK_NBYTES, CHECKSUM_NBYTES, checksum
 
 if TYPE_CHECKING:

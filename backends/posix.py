@@ -11,7 +11,7 @@ from tierstore.backends._file_store import FileStore
 from tierstore.backends._host_memory import Block, BlockPool
 from tierstore.backends._io_threads import IoThreads
 from tierstore.errors import ConfigError, CorruptError, StateError
-from tierstore.store import Transfer
+from tierstore.transfer import Transfer
 from tierstore.zarr_format import CHECKSUM_NBYTES, checksum
 
 if TYPE_CHECKING:

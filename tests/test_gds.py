@@ -39,7 +39,7 @@ from tierstore.config import TierConfig
 from tierstore.device import CpuDevice, Device, open_device
 from tierstore.errors import CapacityError, ConfigError, CorruptError, StateError, TransferError
 from tierstore.records import ArrayKey, Identity
-from tierstore.store import TierStore, Transfer
+from tierstore.store import TierStore
 from tierstore.testing.conformance import (
     TierStoreTests,
     make_optimizer,
@@ -49,6 +49,7 @@ from tierstore.testing.conformance import (
 )
 from tierstore.testing.faults import delayed
 from tierstore.testing.stateful import store_machine
+from tierstore.transfer import Transfer
 from tierstore.zarr_format import checksum
 
 _MISSING = [name for name in ("kvikio", "cupy") if importlib.util.find_spec(name) is None]

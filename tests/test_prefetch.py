@@ -19,10 +19,11 @@ from tierstore.device import CpuDevice, Events, open_device
 from tierstore.errors import CorruptError, TransferError, TransferTimeoutError
 from tierstore.records import ArrayKey, Identity
 from tierstore.state import RankState
-from tierstore.store import TierStore, Transfer
+from tierstore.store import TierStore
 from tierstore.stream import StateStream
 from tierstore.testing.conformance import tile_values, write_generation
 from tierstore.testing.faults import delayed
+from tierstore.transfer import Transfer
 
 STORES = {
     "nvme": PosixStore,

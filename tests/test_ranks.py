@@ -230,6 +230,27 @@ def test_the_step_before_is_gone_once_it_is_written_over(tmp_path: Path) -> None
     job.close()
 
 
+def test_a_step_is_kept_on_every_rank_or_on_none(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.step()
+    job.each(lambda rank: job.states[rank].freeze("one"))
+    job.step()
+    fail_once(job.states[2].store, "freeze")
+
+    def refused(rank: int) -> type[BaseException]:
+        with pytest.raises((PeerError, TransferError)) as raised:
+            job.states[rank].freeze("two")
+        return raised.type
+
+    assert job.each(refused) == [PeerError, PeerError, TransferError]
+    for state in job.states:
+        assert {name: commit.step for name, commit in state.store.frozen().items()} == {"one": 1}
+    for _ in range(3):
+        assert job.step() == [None] * WORLD
+    job.expect(5)
+    job.close()
+
+
 def test_memory_can_not_go_back(tmp_path: Path) -> None:
     job = Job(tmp_path, PinnedStore)
     job.step()

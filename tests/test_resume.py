@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from tierstore.adapters.megatron.resume import choose, describe
-from tierstore.store import Offer
+from tierstore.answers import Offer
 
 
 def said(nonce: str, *steps: int, problem: str = "") -> dict[str, Any]:

@@ -23,10 +23,11 @@ from tierstore.device import CpuDevice, Events, open_device
 from tierstore.errors import StateError, TransferError, TransferTimeoutError
 from tierstore.records import ArrayKey, Identity
 from tierstore.state import RankState
-from tierstore.store import TierStore, Transfer
+from tierstore.store import TierStore
 from tierstore.stream import TileViews, _Sweep
 from tierstore.testing.conformance import make_optimizer
 from tierstore.testing.faults import delayed
+from tierstore.transfer import Transfer
 
 STORES = [PosixStore, PinnedStore, delayed(PosixStore), delayed(PinnedStore, seed=1)]
 IDS = ["nvme", "cpu", "nvme-late", "cpu-late"]

@@ -228,6 +228,31 @@ class RankState:
             self._restore(self.store.committed.state)
             self.job = dict(self.store.committed.job)
 
+    def freeze(self, name: str) -> None:
+        """Keep the last step under a name, on every rank or on none; all ranks call it.
+
+        See `TierStore.freeze`; no bytes are copied, and training goes on at once.
+
+        Raises
+        ------
+        PeerError
+            Another rank could not; nothing is kept here either.
+        TierStoreError
+            Whatever this rank met.
+        """
+        self._require_between_steps()
+        failure = None
+        try:
+            self.store.freeze(name)
+        except Exception as error:  # raised below, when every rank knows
+            failure = error
+        failed = self._ranks.agree(self.step, failed=failure is not None).failed
+        if failure is not None:
+            raise failure
+        if failed:
+            self.store.release(name)
+            raise PeerError(f"{self.store}: another rank could not keep step {self.step} as {name}")
+
     def _require_between_steps(self) -> None:
         if self._swept:
             raise StateError(

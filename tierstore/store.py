@@ -16,11 +16,10 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from tierstore.errors import (
     ConfigError,
@@ -29,174 +28,20 @@ from tierstore.errors import (
     TransferTimeoutError,
 )
 from tierstore.records import ArrayKey, Commit, OptimizerLayout
+from tierstore.transfer import Transfer, together
 
 if TYPE_CHECKING:
     import torch
 
+    from tierstore.answers import Capabilities, FrozenFile, Offer, Probe
     from tierstore.config import TierConfig
     from tierstore.device import Device, Events
     from tierstore.records import Identity
 
-__all__ = [
-    "Capabilities",
-    "FrozenFile",
-    "Offer",
-    "Probe",
-    "TierStore",
-    "Transfer",
-]
+__all__ = ["TierStore"]
 
 
 _FROZEN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capabilities:
-    """What a tier can do beyond reading and writing.
-
-    Parameters
-    ----------
-    durable
-        Committed state outlives the process, and `TierStore.open` finds it again.
-    rollback
-        An error between `begin` and `commit` leaves the last commit whole.
-    freeze
-        `TierStore.freeze` keeps the last commit without copying it.
-    """
-
-    durable: bool
-    rollback: bool
-    freeze: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """Whether and how a tier can run at a place, found out by trying.
-
-    Parameters
-    ----------
-    tier, ok, reason
-        The tier's name, whether it can run, and if not, why not.
-    mode
-        How bytes really move: ``direct``, ``buffered``, ``page-locked``, ``pageable``, ...
-    details
-        Anything worth printing: file system, free bytes.
-    """
-
-    tier: str
-    ok: bool
-    mode: str
-    reason: str = ""
-    details: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """State of an earlier run that `TierStore.open` could take up.
-
-    Parameters
-    ----------
-    path
-        The rank's directory.
-    nonce
-        Of the run that made it.
-    steps
-        Steps of which it holds a whole generation.
-    layouts
-        `OptimizerLayout.fingerprint` by optimizer.
-    problem
-        Why it can't be taken up; empty if it can.
-    """
-
-    path: Path
-    nonce: str
-    steps: tuple[int, ...] = ()
-    layouts: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    problem: str = ""
-
-
-class FrozenFile(NamedTuple):
-    """One file of a frozen generation.
-
-    Parameters
-    ----------
-    path
-        Its place in the generation, which is a zarr group: ``opt-0/main/c/0``.
-    source
-        The file, which is never a link.
-    nbytes
-        Its length.
-    """
-
-    path: Path
-    source: Path
-    nbytes: int
-
-
-class Transfer:
-    """One tile, of one array or of all arrays of an optimizer, on its way.
-
-    Attributes
-    ----------
-    device_done
-        Resolves, to events, when the device's end is in order: after a read, what waits for them
-        sees the tile; after a write, what waits for them may reuse the tensors.
-    settled
-        Resolves when the bytes are on the tier (write) or checked (read), or to the error.
-    """
-
-    __slots__ = ("device_done", "settled")
-
-    def __init__(self) -> None:
-        self.device_done: Future[Events] = Future()
-        self.settled: Future[None] = Future()
-
-    def fail(self, error: BaseException) -> None:
-        """Resolve both ends to `error`."""
-        if not self.device_done.done():
-            self.device_done.set_exception(error)
-        self.settled.set_exception(error)
-
-
-class _Joint:
-    """One transfer that ends when several have ended, and fails when one of them has failed."""
-
-    def __init__(self, parts: Sequence[Transfer]) -> None:
-        self.transfer = Transfer()
-        self._lock = threading.Lock()
-        self._events: list[torch.cuda.Event] = []
-        self._on_device = self._unsettled = len(parts)
-        self._error: BaseException | None = None
-        for part in parts:
-            part.device_done.add_done_callback(self._device_done)
-            part.settled.add_done_callback(self._settled)
-
-    def _device_done(self, future: Future[Events]) -> None:
-        error = future.exception()
-        with self._lock:
-            self._on_device -= 1
-            last = not self._on_device
-            if error is None:
-                self._events += future.result()
-            else:
-                self._error = self._error or error
-        if last:
-            if self._error is None:
-                self.transfer.device_done.set_result(tuple(self._events))
-            else:
-                self.transfer.device_done.set_exception(self._error)
-
-    def _settled(self, future: Future[None]) -> None:
-        error = future.exception()
-        with self._lock:
-            self._unsettled -= 1
-            last = not self._unsettled
-            self._error = self._error or error
-        if last:
-            if self._error is None:
-                self.transfer.settled.set_result(None)
-            else:
-                self.transfer.settled.set_exception(self._error)
 
 
 class TierStore(ABC):
@@ -296,7 +141,7 @@ class TierStore(ABC):
             for part in parts:
                 self._follow(part)
             raise
-        return _Joint(parts).transfer
+        return together(parts)
 
     @abstractmethod
     def _commit(self, commit: Commit) -> None:

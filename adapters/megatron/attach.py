@@ -146,6 +146,23 @@ class Handle:
         for chunk in dict.fromkeys(chunk for tiered in self._tiered for chunk in tiered.chunks):
             chunk.start_param_sync(force_sync=True)
 
+    def freeze(self, name: str) -> None:
+        """Keep the state of the last step under a name while training goes on; all ranks call it.
+
+        For the file tiers with recovery: hard links, so no bytes are copied. It lies in each
+        rank's group as ``frozen/<name>``, until `release`.
+        """
+        self._tiered[0].flush()
+        self._state.freeze(name)
+
+    def frozen(self) -> dict[str, int]:
+        """Names of what is frozen on this rank, and the step of each."""
+        return {name: commit.step for name, commit in self._state.store.frozen().items()}
+
+    def release(self, name: str) -> None:
+        """Remove what is frozen under a name on this rank."""
+        self._state.store.release(name)
+
     def snapshot(self, path: Path | str) -> Path:
         """Write the state of the last step to a directory, as a store that zarr opens.
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tierstore.store import Offer
+from tierstore.answers import Offer
 
 __all__ = ["Choice", "choose", "describe"]
 

@@ -13,8 +13,9 @@ import torch
 from tierstore.device import Events
 from tierstore.records import ArrayKey, OptimizerLayout
 from tierstore.registry import tier_class
-from tierstore.store import TierStore, Transfer
+from tierstore.store import TierStore
 from tierstore.testing.faults import delayed
+from tierstore.transfer import Transfer
 
 
 class _Saboteur:

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from tierstore.records import ArrayKey
-from tierstore.store import TierStore, Transfer
+from tierstore.store import TierStore
+from tierstore.transfer import Transfer
 
 if TYPE_CHECKING:
     import torch
