@@ -215,7 +215,7 @@ class GdsStore(FileStore):
         self, lane: _Lane, chunk: ChunkFile, offset: int, data: torch.Tensor, what: str
     ) -> None:
         with _named("reading", offset, chunk):
-            file = self._file(chunk.path)
+            file = self._file(chunk.path, "r")
             with _until_done(file.pread(data, file_offset=offset), data.numel()):
                 self._move_trailer(lane, chunk, offset, write=False)
         if self._checksum_of(data, lane) != bytes(lane.trailer.buffer[:CHECKSUM_NBYTES]):
@@ -228,7 +228,7 @@ class GdsStore(FileStore):
         self, lane: _Lane, chunk: ChunkFile, offset: int, data: torch.Tensor, what: str
     ) -> None:
         with _named("writing", offset, chunk):
-            file = self._file(chunk.path)
+            file = self._file(chunk.path, "r+")
             with _until_done(file.pwrite(data, file_offset=offset), data.numel()):
                 lane.trailer.buffer[:CHECKSUM_NBYTES] = self._checksum_of(data, lane)
                 self._move_trailer(lane, chunk, offset, write=True)
@@ -253,12 +253,12 @@ def _gpudirect_refused(config: TierConfig, device: Device) -> str:
     return ""
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path, flags: str) -> Any:
     """A chunk file as kvikio's object; links are not followed."""
     import kvikio
 
-    with _direct_io.open_file(path, write=True):
-        return kvikio.CuFile(path, "r+")
+    with _direct_io.open_file(path, write=flags != "r"):
+        return kvikio.CuFile(path, flags)
 
 
 @contextlib.contextmanager
