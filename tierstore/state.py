@@ -91,6 +91,29 @@ class RankState:
             stream.sweep(visits[name], reads=False)
         self._commit(self.step)
 
+    def load(
+        self, step: int, visits: Mapping[str, Visit], counters: Mapping[str, Any], job: Any
+    ) -> None:
+        """Replace all state by that of another step, from zeros and what the visits put in; commit.
+
+        Parameters
+        ----------
+        step
+            The step that the new state is of.
+        visits
+            Put the state on each tile, by optimizer.
+        counters, job
+            Step counters of all optimizers, and what goes with the commit.
+        """
+        self._require_between_steps()
+        self._free_window()
+        self.store.begin()
+        for name, stream in self._streams.items():
+            stream.sweep(visits[name], reads=False)
+        self._restore(counters)
+        self.job = dict(job)
+        self._commit(step)
+
     def rewrite(self, visits: Mapping[str, Visit]) -> None:
         """Let the visits change the state outside of a step; the rest is carried over; commit."""
         self._require_between_steps()

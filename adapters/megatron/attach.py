@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tierstore.adapters.megatron.buckets import lay_out, owned_shards
 from tierstore.adapters.megatron.guards import refuse_optimizers
+from tierstore.adapters.megatron.loading import Loading
 from tierstore.adapters.megatron.names import name_parameters
 from tierstore.adapters.megatron.ranks import all_ranks
 from tierstore.adapters.megatron.resume import Choice, choose, describe
@@ -49,7 +50,8 @@ class Handle:
         This rank's zarr group and the store's root group, for the file tiers.
     """
 
-    def __init__(self, state: RankState, tiered: list[TieredOptimizer]) -> None:
+    def __init__(self, state: RankState, tiered: list[TieredOptimizer], ranks: Ranks) -> None:
+        self._ranks = ranks
         self._state = state
         self._tiered = tiered
         self.rank_path: Path | None = getattr(state.store, "path", None)
@@ -146,6 +148,46 @@ class Handle:
         for chunk in dict.fromkeys(chunk for tiered in self._tiered for chunk in tiered.chunks):
             chunk.start_param_sync(force_sync=True)
 
+    def load_from(self, location: Path | str, **options: Any) -> int:
+        """Take the state from a store at rest: a snapshot, or what an ended run left.
+
+        All ranks call it. It may have been saved with other data, tensor, pipeline and expert
+        parallel sizes, tiles, chunks, and on another tier; parameters are matched by their global
+        names and places. State, step counters, `job_state` and the model's weights are those of
+        that store afterwards.
+
+        Parameters
+        ----------
+        location
+            Directory that has the ranks' groups, or a URL for fsspec.
+        **options
+            See `tierstore.saved.SavedStore`: ``frozen="step-00000012"``, ``directories=...``.
+
+        Returns
+        -------
+        int
+            The step that the state is of.
+
+        Raises
+        ------
+        LayoutError
+            Something is missing there, or of another shape: all of it is listed.
+        CorruptError, TransferError
+            What reading it met. The state is as before where the tier can go back; otherwise
+            load again.
+        StateError
+            It failed on another rank.
+        """
+        loading = _together(
+            self._ranks,
+            lambda: Loading(location, options, self._tiered, self._state.store),
+        )
+        for tiered in self._tiered:
+            tiered.forget_loads()
+        _together(self._ranks, lambda: loading.carry_out(self._state))
+        self.restore_weights()
+        return loading.step
+
     def freeze(self, name: str) -> None:
         """Keep the state of the last step under a name while training goes on; all ranks call it.
 
@@ -229,7 +271,7 @@ def attach(optimizer: Any, config: TierConfig) -> Handle:
     state = _together(ranks, lambda: _make_state(tiered, config, choice, ranks), _discard)
     for entry in tiered:
         entry.state, entry.peers = state, tiered
-    handle = Handle(state, tiered)
+    handle = Handle(state, tiered, ranks)
     for entry in tiered:
         entry.bind(handle)
     if state.store.committed is not None and choice.step >= 0:
@@ -372,5 +414,5 @@ def _together(
     elsewhere = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
     if elsewhere:
         undo(built[0])
-        raise StateError("attaching failed on other ranks:\n" + "\n".join(elsewhere))
+        raise StateError("it failed on other ranks:\n" + "\n".join(elsewhere))
     return built[0]

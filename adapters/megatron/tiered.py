@@ -71,6 +71,15 @@ class TieredOptimizer:
     def _layout(self) -> StateLayout:
         return self.optimizer_layout.layout
 
+    @property
+    def n_groups(self) -> int:
+        """Param groups of the inner optimizer."""
+        return len(self._inner.param_groups)
+
+    def forget_loads(self) -> None:
+        """Drop what `set_state` has set and nobody has written yet."""
+        self._staged.clear()
+
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether this rank holds a shard of the parameter here."""
         return parameter in self._index

@@ -70,6 +70,9 @@ class Case:
     sabotage: str | None = None  # what is broken on purpose in the second run
     fault: str | None = None  # what fails once on the last rank: write | commit, and is rolled
     # back; or restart: a commit, after which all ranks start again and resume
+    # save: the first half of the run, into the directory; load: that, as it is; continue: that, and
+    # train the second half.
+    checkpoint: str | None = None
     delays: bool = False  # whether transfers start and end late, by random times
     timeout_s: float = 180.0
 
@@ -88,6 +91,7 @@ class Case:
             words += [tier.tier, f"chunk{tier.chunk_numel}", f"tile{tier.tile_numel}"]
             words += [f"slots{tier.slots}", f"recovery_{tier.recovery}"]
         words += ["delays"] * self.delays
+        words += [self.checkpoint] if self.checkpoint else []
         words += [f"failed_{self.fault}"] if self.fault else []
         words += [self.sabotage] if self.sabotage else []
         return "-".join(words)

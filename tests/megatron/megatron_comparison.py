@@ -15,6 +15,7 @@ import zarr
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_cases import STEPS, Case, Recipe, Tier
+from megatron_checkpoints import run_half
 from megatron_faults import Fault, until_it_fails
 from megatron_layout import layout_problems
 from megatron_sabotage import disturbed
@@ -53,6 +54,8 @@ def run(case: Case, device: torch.device, directory: Path) -> dict[str, Any]:
     if case.recipe not in _untouched:
         _untouched[case.recipe] = _run_untouched(case.recipe, device, None)
     untouched = _untouched[case.recipe]
+    if case.checkpoint is not None and case.tier is not None:
+        return run_half(case, case.tier, device, directory, untouched)
     result: dict[str, Any] = {"differences": [], "problems": [], "error": None}
     try:
         if case.tier is None:

@@ -53,8 +53,8 @@ def layout_problems(model: Any, root: Path) -> Iterator[str]:
         yield "the model's sharded_state_dict lists no weight"
 
 
-def assembled(root: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """All global main params; an element that no rank holds is NaN."""
+def assembled(root: Path, array: str = "main") -> dict[str, np.ndarray[Any, Any]]:
+    """All global tensors of one array; an element that no rank holds is NaN."""
     whole: dict[str, np.ndarray[Any, Any]] = {}
     for rank in sorted(root.glob("rank-*")):
         about = json.loads((rank / "zarr.json").read_text())["attributes"]["tierstore"]
@@ -62,7 +62,7 @@ def assembled(root: Path) -> dict[str, np.ndarray[Any, Any]]:
         generation = commit["generation"]
         for optimizer in about["optimizers"]:
             layout = StateLayout.from_json(optimizer["layout"])
-            path = rank / generation / optimizer["name"] / "main"
+            path = rank / generation / optimizer["name"] / array
             main = np.asarray(zarr.open_array(path, mode="r")[:])
             for shard in layout.shards:
                 _put(whole, shard, main[shard.array_start : shard.array_start + shard.numel])
