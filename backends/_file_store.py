@@ -153,15 +153,22 @@ class FileStore(TierStore):
         name = Identity(nonce="", rank=rank).directory_name
         found = list(config.directories[0].absolute().glob(f"{config.role}-*/{name}"))
         found.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-        return [cls._offer(config, path) for path in found]
+        offers = (cls._offer(config, path) for path in found)
+        return [offer for offer in offers if offer is not None]
 
     @classmethod
-    def _offer(cls, config: TierConfig, path: Path) -> Offer:
+    def _offer(cls, config: TierConfig, path: Path) -> Offer | None:
         nonce = path.parent.name.removeprefix(f"{config.role}-")
         try:
-            tree, _ = RankTree.load(path, _beside(path, config))
+            tree, identity = RankTree.load(path, _beside(path, config))
+            if identity.nonce != nonce:
+                return None  # of a role whose name begins like this one's
             # Refused while another process owns it; given free at once.
             tree.lease().close()
+            current, _, _ = tree.current()
+            other = GENERATIONS[1 - GENERATIONS.index(current)]
+            if config.recovery == "step" and not (path / other).is_dir():
+                raise StateError(f"{path} was made with --optimizer-state-recovery=none")
             held = [tree.held(generation) for generation in GENERATIONS]
         except (TierStoreError, OSError) as error:
             return Offer(path=path, nonce=nonce, problem=str(error))
@@ -207,14 +214,22 @@ class FileStore(TierStore):
     def _take_up(self, step: int | None) -> tuple[str, Commit]:
         """The generation to go on from; it is the one that COMMIT names when this returns."""
         current, commit, _ = self._tree.current()
-        if step in (None, commit.step):
-            return current, commit
-        for generation in GENERATIONS:
-            held = self._tree.held(generation)
-            if held is not None and held.step == step:
-                self._tree.finish(generation, held, self.identity.nonce)
-                return generation, held
-        raise StateError(f"{self.path} holds step {commit.step}, and no whole step {step}")
+        if step not in (None, commit.step):
+            held = {name: self._tree.held(name) for name in GENERATIONS}
+            found = next(
+                ((n, c) for n, c in held.items() if c is not None and c.step == step), None
+            )
+            if found is None:
+                raise StateError(f"{self.path} holds step {commit.step}, and no whole step {step}")
+            current, commit = found
+            self._tree.finish(current, commit, self.identity.nonce)
+        self._tree.forget_after(current, commit.step)
+        return current, commit
+
+    def _rollback(self) -> None:
+        if self._current is not None and self.committed is not None:
+            self._tree.forget_after(self._current, self.committed.step)
+            self._holds = {self._current: self.committed}
 
     def _rollback_to(self, step: int) -> Commit:
         for generation, held in self._holds.items():

@@ -284,6 +284,19 @@ class RankTree:
             )
         return generation, commit, nonce
 
+    def forget_after(self, current: str, step: int) -> None:
+        """Mark what a generation other than the current one holds of a later step as not whole.
+
+        A step that is taken back will be made again, perhaps with other data, and on other ranks
+        it already may have been.
+        """
+        for generation in GENERATIONS:
+            if generation == current or not (self.path / generation).is_dir():
+                continue
+            record = _attributes(self.path / generation / METADATA)
+            if record.get("state") == "complete" and record.get("step") != step - 1:
+                self.write_record(generation, {"state": "writing"})
+
     def held(self, generation: str) -> Commit | None:
         """What a generation holds, if it is there and whole.
 

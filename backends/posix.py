@@ -183,6 +183,7 @@ class PosixStore(FileStore):
 
     def _rollback(self) -> None:
         self._blocks.give_all()
+        super()._rollback()
 
 
 def _sets_within(cap: int | None, set_nbytes: int, most: int) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from tierstore.backends.posix import PosixStore
 from tierstore.binding import BoundShard, ShardUpdate
 from tierstore.config import TierConfig
 from tierstore.device import CpuDevice
-from tierstore.errors import OptimizerError
+from tierstore.errors import LayoutError, OptimizerError
 from tierstore.layout import Shard, StateLayout
 from tierstore.records import Identity, OptimizerLayout
 from tierstore.state import RankState
@@ -901,3 +901,22 @@ def test_reset_sets_scalars_to_what_they_are_before_the_first_step() -> None:
     run_in_memory(twins, 2)
     twins.update.reset()
     assert twins.update.counters() == counters
+
+
+def test_counters_that_are_kept_elsewhere_are_refused() -> None:
+    main = torch.nn.Parameter(torch.randn(64))
+    optimizer = torch.optim.AdamW([main], foreach=True)
+    layout = StateLayout.plan([Shard(name="w", numel=64, array_start=0, local_shape=(64,))])
+    habit = study(optimizer, torch.device("cpu"))
+    shard = BoundShard(main=main, weight=main.detach().bfloat16(), weight_is_main=False)
+    update = ShardUpdate(optimizer, layout, habit, [shard])
+    saved = update.counters()
+    update.restore(saved)
+    for wrong in (
+        {"groups": [{"step": 4}], "scalars": {}},
+        {"groups": [{}], "scalars": {"step": [[4.0, 1]], "eta": [[1.0, 1]]}},
+        {"groups": [{}, {}], "scalars": saved["scalars"]},
+    ):
+        with pytest.raises(LayoutError, match="step counters can't be taken over"):
+            update.restore(wrong)
+    assert update.counters() == saved

@@ -62,7 +62,8 @@ class ThreadRanks:
 
     def agree(self, step: int, *, failed: bool) -> Agreement:
         found = self._meeting.all_of(self._rank, (step, failed))
-        return Agreement(min(step for step, _ in found), any(failed for _, failed in found))
+        steps = [step for step, _ in found]
+        return Agreement(min(steps), max(steps), any(failed for _, failed in found))
 
     def gather(self, value: Any) -> list[Any]:
         return self._meeting.all_of(self._rank, value)
@@ -155,7 +156,7 @@ def fail_once(store: TierStore, method: str, at: int = 1) -> None:
 
 
 def test_alone_hears_itself() -> None:
-    assert Alone().agree(7, failed=False) == Agreement(7, False)
+    assert Alone().agree(7, failed=False) == Agreement(7, 7, False)
     assert Alone().agree(7, failed=True).failed
     assert Alone().gather({"a": 1}) == [{"a": 1}]
 
@@ -228,6 +229,86 @@ def test_the_step_before_is_gone_once_it_is_written_over(tmp_path: Path) -> None
     with pytest.raises(StateError, match="step 0 is gone"):
         state.store.rollback(0)
     job.close()
+
+
+def loading(job: Job, broken: int | None) -> list[type[BaseException] | None]:
+    def visit(views: TileViews, rank: int) -> None:
+        if rank == broken and views.tile.index == 2:
+            raise CorruptError("this tile is damaged")
+        numbered(views)
+
+    def load(rank: int) -> type[BaseException] | None:
+        visits = dict.fromkeys(NAMES, lambda views: visit(views, rank))
+        try:
+            job.states[rank].load(40, visits, {}, {"from": "elsewhere"})
+        except Exception as error:
+            return type(error)
+        return None
+
+    return job.each(load)
+
+
+@pytest.mark.parametrize("store_class", [PosixStore, PinnedStore])
+def test_what_one_rank_can_not_load_no_rank_has(
+    store_class: type[TierStore], tmp_path: Path
+) -> None:
+    job = Job(tmp_path, store_class)
+    job.step()
+    assert loading(job, broken=1) == [PeerError, CorruptError, PeerError]
+    assert {type(error) for error in job.step()} == {StateError}
+    if store_class is PosixStore:
+        job.rollback()
+        job.expect(1)
+        assert loading(job, broken=0) == [CorruptError, PeerError, PeerError]
+    assert loading(job, broken=None) == [None] * WORLD
+    for state in job.states:
+        assert (state.step, state.job) == (40, {"from": "elsewhere"})
+        state.look("opt-0", lambda views: expect_steps(views, 0), range(5))
+    assert job.step() == [None] * WORLD
+    job.close()
+
+
+def test_a_step_that_was_taken_back_is_not_offered_again(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.step()
+    fail_once(job.states[1].store, "_commit")
+    job.step()
+    job.rollback()
+    job.close()
+    config = TierConfig(tier="nvme", directories=(tmp_path,))
+    for rank in range(WORLD):
+        (offer,) = PosixStore.offers(config, rank)
+        assert offer.steps == (1,)
+
+
+def test_ranks_of_chains_of_different_lengths_agree(tmp_path: Path) -> None:
+    meeting, lengths = Meeting(2), (1, 2)
+    states = []
+    for rank, length in enumerate(lengths):
+        config = TierConfig(tier="nvme", directories=(tmp_path,), slots=2)
+        store = PosixStore(config, CpuDevice(), Identity(nonce="x", rank=rank))
+        chain = [make_optimizer(name, 5000) for name in NAMES[:length]]
+        ranks = ThreadRanks(meeting, rank)
+        states.append(RankState(store, chain, dict, lambda found: None, ranks, max(lengths)))
+        states[-1].fill(dict.fromkeys(NAMES[:length], numbered))
+
+    def step(rank: int) -> type[BaseException] | None:
+        try:
+            for name in NAMES[: lengths[rank]]:
+                states[rank].advance(name, doubled, lambda: None)
+        except Exception as error:
+            return type(error)
+        return None
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(step, range(2))) == [None, None]
+        fail_once(states[1].store, "_write", 20)
+        assert list(threads.map(step, range(2))) == [PeerError, TransferError]
+        list(threads.map(lambda state: state.rollback(), states))
+        assert [state.step for state in states] == [1, 1]
+        assert list(threads.map(step, range(2))) == [None, None]
+    for state in states:
+        state.close()
 
 
 def test_a_step_is_kept_on_every_rank_or_on_none(tmp_path: Path) -> None:
@@ -329,6 +410,22 @@ def test_a_run_goes_on_from_either_step_that_is_held(step: int | None, tmp_path:
         state.look("opt-0", lambda views, n=number: expect_steps(views, n), range(5))  # type: ignore[misc]
         state.advance("opt-0", doubled, lambda: None)
     state.close()
+
+
+def test_a_role_does_not_take_up_what_another_one_left(tmp_path: Path) -> None:
+    trained(tmp_path, 1)
+    for role, count in (("train", 1), ("tra", 0), ("train-0badcafe", 0)):
+        config = TierConfig(tier="nvme", directories=(tmp_path,), role=role)
+        assert len(PosixStore.offers(config, 0)) == count
+    store = PosixStore(
+        TierConfig(tier="nvme", directories=(tmp_path,), role="train-2"),
+        CpuDevice(),
+        Identity(nonce="ab"),
+    )
+    store.allocate([make_optimizer()])
+    offers = PosixStore.offers(TierConfig(tier="nvme", directories=(tmp_path,)), 0)
+    assert [offer.nonce for offer in offers] == ["0badcafe"]
+    store.close()
 
 
 def test_taking_up_the_earlier_step_forgets_the_later_one(tmp_path: Path) -> None:

@@ -32,6 +32,12 @@ def test_a_run_that_a_rank_lacks_is_passed_over_and_said() -> None:
     assert choice.reasons == ("run new: rank 1: holds nothing of it",)
 
 
+def test_a_run_that_made_no_step_is_passed_over() -> None:
+    choice = choose([[said("new", 0), said("old", 9, 8)], [said("new", 0), said("old", 8, 7)]])
+    assert (choice.nonce, choice.step) == ("old", 8)
+    assert choice.reasons == ("run new: no step was made in it",)
+
+
 def test_no_common_step_is_said_with_the_steps() -> None:
     choice = choose([[said("a", 7, 6)], [said("a", 5, 4)]])
     assert choice.step == -1
@@ -84,7 +90,7 @@ def test_what_is_chosen_can_be_taken_up_by_every_rank(by_rank: list[list[dict[st
                 if offer["nonce"] == nonce and not offer["problem"]
             ]
             if len(fits) == len(by_rank):
-                assert not set.intersection(*fits)
+                assert set.intersection(*fits) <= {0}
         return
     for offers in by_rank:
         (mine,) = (offer for offer in offers if offer["nonce"] == choice.nonce)

@@ -275,8 +275,34 @@ class ShardUpdate:
         ]
         return {"groups": groups, "scalars": self._scalars.to_json()}
 
+    def require_counters(self, counters: Mapping[str, Any]) -> None:
+        """Refuse counters of an optimizer that keeps others, or keeps them elsewhere.
+
+        Raises
+        ------
+        LayoutError
+            Moments would go on with a step counter that starts anew.
+        """
+        found, wanted = set(counters["scalars"]), set(self._habit.scalars)
+        if found != wanted or len(counters["groups"]) != len(self._optimizer.param_groups):
+            raise LayoutError(
+                f"the state was saved by an optimizer of {len(counters['groups'])} param groups "
+                f"that keeps {', '.join(sorted(found)) or 'nothing'} for each parameter, and "
+                f"{type(self._optimizer).__name__} has {len(self._optimizer.param_groups)} groups "
+                f"and keeps {', '.join(sorted(wanted)) or 'nothing'}: step counters can't be "
+                "taken over. Use the optimizer that saved it (with or without Apex, Transformer "
+                "Engine)"
+            )
+
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Set the optimizer's counters to what `counters` gave earlier."""
+        """Set the optimizer's counters to what `counters` gave earlier.
+
+        Raises
+        ------
+        LayoutError
+            See `require_counters`; nothing has been set then.
+        """
+        self.require_counters(counters)
         for group, saved in zip(self._optimizer.param_groups, counters["groups"], strict=True):
             step: Any = group.get("step")
             if hasattr(step, "fill_"):

@@ -14,13 +14,14 @@ class Agreement:
 
     Parameters
     ----------
-    step
-        The lowest of the steps that they have committed.
+    lowest_step, highest_step
+        Of the steps that they have committed.
     failed
         Whether any of them failed.
     """
 
-    step: int
+    lowest_step: int
+    highest_step: int
     failed: bool
 
 
@@ -51,7 +52,7 @@ class Alone:
 
     def agree(self, step: int, *, failed: bool) -> Agreement:
         """See `Ranks`."""
-        return Agreement(step, failed)
+        return Agreement(step, step, failed)
 
     def gather(self, value: Any) -> list[Any]:
         """See `Ranks`."""

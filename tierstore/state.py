@@ -39,6 +39,8 @@ class RankState:
         those of an earlier commit.
     ranks
         All ranks of the job. They agree on every step: what fails on one fails on all.
+    chain_length
+        Optimizers of the rank that has most; None is this one.
 
     Attributes
     ----------
@@ -57,10 +59,12 @@ class RankState:
         counters: Callable[[], Mapping[str, Any]],
         restore: Callable[[Mapping[str, Any]], None],
         ranks: Ranks | None = None,
+        chain_length: int | None = None,
     ) -> None:
         self.store = store
         self.job: dict[str, Any] = {}
         self._ranks = Alone() if ranks is None else ranks
+        self._chain_length = len(optimizers) if chain_length is None else chain_length
         self.optimizers = {entry.name: entry for entry in optimizers}
         self._counters, self._restore = counters, restore
         if store.committed is None:
@@ -104,15 +108,44 @@ class RankState:
             Put the state on each tile, by optimizer.
         counters, job
             Step counters of all optimizers, and what goes with the commit.
+
+        Raises
+        ------
+        PeerError
+            Another rank could not; no rank has the new state then, unless its commit failed.
+        TierStoreError
+            Whatever this rank met. Load again, or roll back where the tier can.
         """
-        self._require_between_steps()
-        self._free_window()
-        self.store.begin()
-        for name, stream in self._streams.items():
-            stream.sweep(visits[name], reads=False)
-        self._restore(counters)
-        self.job = dict(job)
-        self._commit(step)
+
+        def fill() -> None:
+            self._swept.clear()
+            self._free_window()
+            self.store.begin(anew=True)
+            for name, stream in self._streams.items():
+                stream.sweep(visits[name], reads=False)
+
+        def commit() -> None:
+            self._restore(counters)
+            self.job = dict(job)
+            self._commit(step)
+
+        # Nobody commits what another rank could not write: they would go on from two states.
+        self._everywhere(fill, f"write step {step}")
+        self._everywhere(commit, f"commit step {step}")
+
+    def _everywhere(self, call: Callable[[], None], what: str) -> None:
+        """Make a call that succeeds on every rank, or raises on every rank."""
+        try:
+            call()
+        except Exception as error:
+            self.store.fail(error)
+            with contextlib.suppress(PeerError):
+                self._ranks.agree(self.step, failed=True)
+            raise
+        if self._ranks.agree(self.step, failed=False).failed:
+            refusal = PeerError(f"{self.store}: another rank could not {what} (its log says why)")
+            self.store.fail(refusal)
+            raise refusal
 
     def rewrite(self, visits: Mapping[str, Visit]) -> None:
         """Let the visits change the state outside of a step; the rest is carried over; commit."""
@@ -168,18 +201,24 @@ class RankState:
             with contextlib.suppress(PeerError):
                 self._ranks.agree(self.step, failed=True)
             raise
-        self._require_success_everywhere()
+        self._require_success_everywhere(last=not self._swept)
         # The first tiles of the next step arrive while the trainer computes its gradients.
         self._streams[self._next[name]].prefetch()
 
-    def _require_success_everywhere(self) -> None:
+    def _require_success_everywhere(self, *, last: bool) -> None:
+        """Hear how the others fared; `last` when all of this rank has committed the same step."""
+        # A rank whose chain is shorter than another's waits for the rest of that one's.
+        calls = 1 + (self._chain_length - len(self._streams) if last else 0)
         try:
-            agreement = self._ranks.agree(self.step, failed=False)
-            if agreement.failed or agreement.step != self.step:
-                raise PeerError(
-                    f"{self.store}: another rank failed in step {self.step} (its log says why); "
-                    "roll back on all ranks, or start again and resume"
-                )
+            for call in range(calls):
+                agreement = self._ranks.agree(self.step, failed=False)
+                whole = last and call == calls - 1
+                apart = whole and agreement.lowest_step != agreement.highest_step
+                if agreement.failed or apart:
+                    raise PeerError(
+                        f"{self.store}: another rank failed in step {self.step} (its log says "
+                        "why); roll back on all ranks, or start again and resume"
+                    )
         except BaseException as error:
             self.store.fail(error)
             raise
@@ -244,17 +283,19 @@ class RankState:
         TransferTimeoutError
             A transfer is still on its way.
         """
+        lowest_step = self._ranks.agree(self.step, failed=False).lowest_step
         self._free_window()
-        self.store.rollback(self._ranks.agree(self.step, failed=False).step)
+        self.store.rollback(lowest_step)
         self._swept.clear()
         if self.store.committed is not None:
             self._restore(self.store.committed.state)
             self.job = dict(self.store.committed.job)
 
-    def freeze(self, name: str) -> None:
+    def freeze(self, name: str, prepare: Callable[[], None] = lambda: None) -> None:
         """Keep the last step under a name, on every rank or on none; all ranks call it.
 
-        See `TierStore.freeze`; no bytes are copied, and training goes on at once.
+        No bytes are copied, and training goes on at once: see `TierStore.freeze`. What `prepare`
+        raises the other ranks hear of as well.
 
         Raises
         ------
@@ -263,9 +304,10 @@ class RankState:
         TierStoreError
             Whatever this rank met.
         """
-        self._require_between_steps()
         failure = None
         try:
+            self._require_between_steps()
+            prepare()
             self.store.freeze(name)
         except Exception as error:  # raised below, when every rank knows
             failure = error

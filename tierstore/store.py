@@ -214,14 +214,23 @@ class TierStore(ABC):
         self._allocate()
         self._phase = "idle"
 
-    def begin(self) -> None:
+    def begin(self, *, anew: bool = False) -> None:
         """Start a new generation. Until `commit`, reads see the last one.
+
+        Parameters
+        ----------
+        anew
+            Every tile will be written without being read: a failed generation is no hindrance.
 
         Raises
         ------
         StateError
             Not allocated, closed, already begun, or failed and not rolled back.
         """
+        if anew and self._phase in ("writing", "failed"):
+            self.settle()
+            self._rollback()
+            self._phase = "idle"
         self._require("idle")
         self._begin()
         self._generation += 1
@@ -390,9 +399,9 @@ class TierStore(ABC):
             )
         # A read or write that comes back late must not find its slot or block in use again.
         self.settle()
-        self._rollback()
         if step not in (None, self.committed.step):
             self.committed = self._rollback_to(step)
+        self._rollback()
         self._phase = "idle"
 
     def snapshot(self, target: Path) -> None:

@@ -111,18 +111,21 @@ class Handle:
         For whatever the trainer needs to go on: iteration, schedule, loss scaler. JSON values, a
         few kilobytes; set it before ``optimizer.step()``.
         """
-        return self._state.job
+        found: dict[str, Any] = json.loads(json.dumps(self._state.job))
+        return found
 
     @job_state.setter
     def job_state(self, values: Mapping[str, Any]) -> None:
-        nbytes = len(json.dumps(dict(values), allow_nan=False))
+        text = json.dumps(dict(values), allow_nan=False)
+        nbytes = len(text)
         if nbytes > _MOST_JOB_NBYTES:
             raise ConfigError(
                 f"the job state has {nbytes:,} bytes as JSON, and {_MOST_JOB_NBYTES:,} are the "
                 "most: it is written in every step. Keep what is larger elsewhere, and its place "
                 "here"
             )
-        self._state.job = dict(values)
+        # A copy: what is changed later is not what goes with this step.
+        self._state.job = json.loads(text)
 
     def rollback(self) -> None:
         """Return to the last step that every rank has committed, after a failed step.
@@ -138,15 +141,21 @@ class Handle:
         StateError
             The tier overwrites in place, so the step is lost; or nothing failed.
         """
-        self._state.rollback()
+        for tiered in self._tiered:
+            tiered.forget_loads()
+        _together(self._ranks, self._state.rollback)
         self.restore_weights()
 
     def restore_weights(self) -> None:
         """Write the model's weights anew from the main params on the tier; all ranks call it."""
-        for tiered in self._tiered:
-            tiered.restore_weights()
+        _together(self._ranks, self._restore_own_weights)
         for chunk in dict.fromkeys(chunk for tiered in self._tiered for chunk in tiered.chunks):
             chunk.start_param_sync(force_sync=True)
+
+    def _restore_own_weights(self) -> None:
+        for tiered in self._tiered:
+            tiered.flush()
+            tiered.restore_weights()
 
     def load_from(self, location: Path | str, **options: Any) -> int:
         """Take the state from a store at rest: a snapshot, or what an ended run left.
@@ -173,18 +182,18 @@ class Handle:
         LayoutError
             Something is missing there, or of another shape: all of it is listed.
         CorruptError, TransferError
-            What reading it met. The state is as before where the tier can go back; otherwise
-            load again.
-        StateError
-            It failed on another rank.
+            What reading it met.
+        PeerError, StateError
+            It failed on another rank. After an error no rank has the new state: load again, or
+            roll back where the tier can.
         """
         loading = _together(
             self._ranks,
             lambda: Loading(location, options, self._tiered, self._state.store),
         )
+        loading.carry_out(self._state)
         for tiered in self._tiered:
             tiered.forget_loads()
-        _together(self._ranks, lambda: loading.carry_out(self._state))
         self.restore_weights()
         return loading.step
 
@@ -194,8 +203,7 @@ class Handle:
         For the file tiers with recovery: hard links, so no bytes are copied. It lies in each
         rank's group as ``frozen/<name>``, until `release`.
         """
-        self._tiered[0].flush()
-        self._state.freeze(name)
+        self._state.freeze(name, self._tiered[0].flush)
 
     def frozen(self) -> dict[str, int]:
         """Names of what is frozen on this rank, and the step of each."""
@@ -268,7 +276,8 @@ def attach(optimizer: Any, config: TierConfig) -> Handle:
     ranks = all_ranks(config.timeout_s)
     tiered = _together(ranks, lambda: _lay_out(chain, config))
     choice = _choose(ranks, tiered, config)
-    state = _together(ranks, lambda: _make_state(tiered, config, choice, ranks), _discard)
+    longest = max(ranks.gather(len(tiered)))
+    state = _together(ranks, lambda: _make_state(tiered, config, choice, ranks, longest), _discard)
     for entry in tiered:
         entry.state, entry.peers = state, tiered
     handle = Handle(state, tiered, ranks)
@@ -322,12 +331,16 @@ def _choose(ranks: Ranks, tiered: list[TieredOptimizer], config: TierConfig) -> 
     reasons = "\n".join(f"  - {reason}" for reason in choice.reasons)
     if config.resume == "require":
         raise ConfigError(f"--optimizer-state-resume=require: nothing to resume\n{reasons}")
-    _logger.info("nothing to resume, starting afresh:\n%s", reasons)
+    _logger.warning("nothing to resume, starting afresh:\n%s", reasons)
     return Choice(ranks.gather(secrets.token_hex(4))[0])
 
 
 def _make_state(
-    tiered: list[TieredOptimizer], config: TierConfig, choice: Choice, ranks: Ranks
+    tiered: list[TieredOptimizer],
+    config: TierConfig,
+    choice: Choice,
+    ranks: Ranks,
+    chain_length: int,
 ) -> RankState:
     device = open_device(tiered[0].device)
     identity = Identity(nonce=choice.nonce, **_place())
@@ -346,7 +359,11 @@ def _make_state(
             counters=lambda: {entry.name: entry.counters() for entry in tiered},
             restore=partial(_restore_all, tiered),
             ranks=ranks,
+            chain_length=chain_length,
         )
+        if state.store.committed is not None and choice.step >= 0:
+            for entry in tiered:
+                entry.require_counters(state.store.committed.state[entry.name])
         if choice.step < 0:
             state.fill({entry.name: entry.fill for entry in tiered})
     except BaseException:

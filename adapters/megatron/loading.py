@@ -59,12 +59,16 @@ class Loading:
         self._counters = {
             entry.name: self._fillings[entry.name].counters(entry.n_groups) for entry in tiered
         }
+        for entry in tiered:
+            entry.require_counters(self._counters[entry.name])
         self.step = self._saved.step
 
     def carry_out(self, state: RankState) -> None:
         """Write the state, tile by tile, as one generation."""
         visits = {name: _visit(filling) for name, filling in self._fillings.items()}
-        job = next(iter(self._saved.ranks.values())).commit.job
+        ranks = self._saved.ranks
+        # What the same rank gave, where there was one.
+        job = ranks.get(state.store.identity.rank, ranks[min(ranks)]).commit.job
         state.load(self.step, visits, self._counters, job)
 
 

@@ -35,11 +35,11 @@ class GlooRanks:
         """See `Ranks`."""
         import torch
 
-        said = torch.tensor([step, 0 if failed else 1], dtype=torch.int64, device="cpu")
+        said = torch.tensor([step, -step, 0 if failed else 1], dtype=torch.int64, device="cpu")
         with _named():
             torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MIN, group=self._group)
-        lowest, all_well = said.tolist()
-        return Agreement(step=lowest, failed=not all_well)
+        lowest, minus_highest, all_well = said.tolist()
+        return Agreement(lowest, -minus_highest, failed=not all_well)
 
     def gather(self, value: Any) -> list[Any]:
         """See `Ranks`."""

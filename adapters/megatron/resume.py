@@ -69,6 +69,8 @@ def choose(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> Choice:
                 f"rank {rank} {said['steps']}" for rank, said in enumerate(found) if said
             )
             problem = f"no step that all ranks hold ({steps})"
+        if not problem and max(common) == 0:
+            problem = "no step was made in it"
         if not problem:
             return Choice(nonce, max(common), tuple(reasons))
         reasons.append(f"run {nonce}: {problem}")

@@ -88,6 +88,10 @@ class TieredOptimizer:
         """Step counters as JSON values."""
         return self._update.counters()
 
+    def require_counters(self, counters: Mapping[str, Any]) -> None:
+        """See `ShardUpdate.require_counters`."""
+        self._update.require_counters(counters)
+
     def restore(self, counters: Mapping[str, Any]) -> None:
         """Set step counters to what `counters` gave earlier."""
         self._update.restore(counters)
