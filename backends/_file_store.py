@@ -245,6 +245,8 @@ class FileStore(TierStore):
 
     def order(self, optimizer: str) -> Sequence[int]:
         """See `TierStore`: no drive waits while the sweep is at another one."""
+        if len(self.config.directories) == 1:
+            return super().order(optimizer)
         layout = self.optimizers[optimizer].layout
         return _placement.sweep_order(layout, self._tree.places[optimizer])
 

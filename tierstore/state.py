@@ -138,14 +138,19 @@ class RankState:
         try:
             call()
         except Exception as error:
-            self.store.fail(error)
-            with contextlib.suppress(PeerError):
-                self._ranks.agree(self.step, failed=True)
+            self._fail_everywhere(error)
             raise
         if self._ranks.agree(self.step, failed=False).failed:
             refusal = PeerError(f"{self.store}: another rank could not {what} (its log says why)")
             self.store.fail(refusal)
             raise refusal
+
+    def _fail_everywhere(self, error: Exception) -> None:
+        self.store.fail(error)
+        # The others are on their way to the same call, and would wait in their next collective
+        # for a rank that is not coming. What they say is not the news here.
+        with contextlib.suppress(PeerError):
+            self._ranks.agree(self.step, failed=True)
 
     def rewrite(self, visits: Mapping[str, Visit]) -> None:
         """Let the visits change the state outside of a step; the rest is carried over; commit."""
@@ -195,11 +200,7 @@ class RankState:
             prepare()
             self._advance(name, visit, finish)
         except Exception as error:
-            self.store.fail(error)
-            # The others are on their way to the same call, and would wait in their next collective
-            # for a rank that is not coming. What they say is not the news here.
-            with contextlib.suppress(PeerError):
-                self._ranks.agree(self.step, failed=True)
+            self._fail_everywhere(error)
             raise
         self._require_success_everywhere(last=not self._swept)
         # The first tiles of the next step arrive while the trainer computes its gradients.

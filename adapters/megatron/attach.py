@@ -275,15 +275,17 @@ def attach(optimizer: Any, config: TierConfig) -> Handle:
     ]
     ranks = all_ranks(config.timeout_s)
     tiered = _together(ranks, lambda: _lay_out(chain, config))
-    choice = _choose(ranks, tiered, config)
+    choice, path = _choose(ranks, tiered, config)
     longest = max(ranks.gather(len(tiered)))
-    state = _together(ranks, lambda: _make_state(tiered, config, choice, ranks, longest), _discard)
+    state = _together(
+        ranks, lambda: _make_state(tiered, config, choice, path, ranks, longest), _discard
+    )
     for entry in tiered:
         entry.state, entry.peers = state, tiered
     handle = Handle(state, tiered, ranks)
     for entry in tiered:
         entry.bind(handle)
-    if state.store.committed is not None and choice.step >= 0:
+    if path is not None and state.store.committed is not None:
         _restore_all(tiered, state.store.committed.state)
         handle.restore_weights()
         handle.resumed_step = choice.step
@@ -318,20 +320,29 @@ def _lay_out(chain: list[Any], config: TierConfig) -> list[TieredOptimizer]:
     return tiered
 
 
-def _choose(ranks: Ranks, tiered: list[TieredOptimizer], config: TierConfig) -> Choice:
-    """Which earlier run's state to take up; every rank comes to the same choice, or error."""
+def _choose(
+    ranks: Ranks, tiered: list[TieredOptimizer], config: TierConfig
+) -> tuple[Choice, Path | None]:
+    """Which earlier run's state to take up, and where this rank has it; or the nonce of a new run.
+
+    Every rank comes to the same choice, or error.
+    """
     if config.resume == "never":
-        drawn: str = ranks.gather(secrets.token_hex(4))[0]
-        return Choice(drawn)
+        return _new_run(ranks), None
     layouts = {entry.name: entry.optimizer_layout.fingerprint for entry in tiered}
     offers = tier_class(config.tier).offers(config, _place()["rank"])
     choice = choose(ranks.gather(describe(offers, layouts)))
     if choice.step >= 0:
-        return choice
+        return choice, next(offer.path for offer in offers if offer.nonce == choice.nonce)
     reasons = "\n".join(f"  - {reason}" for reason in choice.reasons)
     if config.resume == "require":
         raise ConfigError(f"--optimizer-state-resume=require: nothing to resume\n{reasons}")
     _logger.warning("nothing to resume, starting afresh:\n%s", reasons)
+    return _new_run(ranks), None
+
+
+def _new_run(ranks: Ranks) -> Choice:
+    """A nonce drawn by one rank for all of them."""
     return Choice(ranks.gather(secrets.token_hex(4))[0])
 
 
@@ -339,6 +350,7 @@ def _make_state(
     tiered: list[TieredOptimizer],
     config: TierConfig,
     choice: Choice,
+    path: Path | None,
     ranks: Ranks,
     chain_length: int,
 ) -> RankState:
@@ -346,13 +358,8 @@ def _make_state(
     identity = Identity(nonce=choice.nonce, **_place())
     store = tier_class(config.tier)(config, device, identity)
     try:
-        if choice.step >= 0:
-            (offer,) = (
-                offer
-                for offer in store.offers(config, identity.rank)
-                if offer.nonce == choice.nonce
-            )
-            store.open(offer.path, step=choice.step)
+        if path is not None:
+            store.open(path, step=choice.step)
         state = RankState(
             store,
             [entry.optimizer_layout for entry in tiered],
@@ -361,11 +368,11 @@ def _make_state(
             ranks=ranks,
             chain_length=chain_length,
         )
-        if state.store.committed is not None and choice.step >= 0:
-            for entry in tiered:
-                entry.require_counters(state.store.committed.state[entry.name])
-        if choice.step < 0:
+        if path is None:
             state.fill({entry.name: entry.fill for entry in tiered})
+        elif store.committed is not None:
+            for entry in tiered:
+                entry.require_counters(store.committed.state[entry.name])
     except BaseException:
         store.close(discard=True)
         raise
