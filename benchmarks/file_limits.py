@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,10 @@ class Piece:
 
 
 class Mover(Protocol):
-    """Something that reads some pieces and writes random data over others, in one way or more."""
+    """Something that reads some pieces and writes random data over others, in one way or more.
+
+    There may be pieces of one kind only.
+    """
 
     ways: tuple[str, ...]
 
@@ -79,15 +82,21 @@ class FileLimit:
 
     def measure(self) -> list[Rate]:
         """See `benchmarks.limits.Limit`; the first time in every way, then in the fastest one."""
-        current, _, _ = self._tree.current()
-        other = GENERATIONS[1 - GENERATIONS.index(current)]
-        sources, targets = zip(*self._pairs(current, other), strict=True)
+        sources, targets = zip(*self._pairs(), strict=True)
         rates = {way: self._mover.move(way, sources, targets) for way in self._ways}
         self._ways = (max(rates, key=lambda way: rates[way].gb_per_s),)
         return list(rates.values())
 
-    def _pairs(self, current: str, other: str) -> Iterator[tuple[Piece, Piece]]:
+    def one_way(self) -> tuple[Rate, Rate]:
+        """See `benchmarks.limits.Limit`."""
+        sources, targets = zip(*self._pairs(), strict=True)
+        way = self._mover.ways[0]
+        return self._mover.move(way, sources, ()), self._mover.move(way, (), targets)
+
+    def _pairs(self) -> Iterator[tuple[Piece, Piece]]:
         """Each tile of the current generation and the place written over, in a sweep's order."""
+        current, _, _ = self._tree.current()
+        other = GENERATIONS[1 - GENERATIONS.index(current)]
         for name, entry in self._tree.optimizers.items():
             for tile in self._store.order(name):
                 for key in entry.keys():
@@ -144,7 +153,7 @@ class DirectFiles:
             if way == self.ways[1]:
                 both = deque(call for pair in zip(reads, writes, strict=True) for call in pair)
                 queues = [both, both]
-            buffers = _buffers(2 * self._threads, max(piece.nbytes for piece in sources))
+            buffers = _buffers(2 * self._threads, _most_nbytes((*sources, *targets)))
             # An interrupt ends the threads soon, and only then the files are closed.
             pool = stack.enter_context(ThreadPoolExecutor(2 * self._threads))
             for calls in queues:
@@ -158,6 +167,10 @@ class DirectFiles:
                 task.result()
             list(pool.map(os.fdatasync, writers.values()))
             return _rate(f"{self._how}, {way}", started, sources, targets)
+
+
+def _most_nbytes(pieces: Iterable[Piece]) -> int:
+    return max((piece.nbytes for piece in pieces), default=0)
 
 
 def _carry(calls: deque[Any], buffer: memoryview) -> None:
@@ -276,10 +289,10 @@ def _device_buffers(
     device: torch.device, depth: int, pieces: Sequence[Piece]
 ) -> list[torch.Tensor]:
     """Random bytes for `depth` calls, each part starting at a multiple of 4096."""
-    nbytes = -(-max(piece.nbytes for piece in pieces) // 4096) * 4096
+    nbytes = -(-_most_nbytes(pieces) // 4096) * 4096
     memory = torch.randint(0, 256, (depth * nbytes + 4096,), dtype=torch.uint8, device=device)
     skip = -memory.data_ptr() % 4096
-    return list(memory[skip : skip + depth * nbytes].split(nbytes))
+    return list(memory[skip : skip + depth * nbytes].split(nbytes)) if nbytes else []
 
 
 def _keep_under_way(

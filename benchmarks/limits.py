@@ -62,6 +62,9 @@ class Limit(Protocol):
     def measure(self) -> list[Rate]:
         """Move the bytes, in one way or in several; the fastest is the limit."""
 
+    def one_way(self) -> tuple[Rate, Rate]:
+        """Read all bytes, and then write all of them: what is possible without overlap."""
+
     def close(self) -> None:
         """Give back memory and files."""
 
@@ -104,25 +107,35 @@ class PcieDuplex:
 
     def measure(self) -> list[Rate]:
         """See `Limit`."""
+        return [self._copy("page-locked copies in and out at once", into=True, out=True)]
+
+    def one_way(self) -> tuple[Rate, Rate]:
+        """See `Limit`."""
+        return (
+            self._copy("page-locked copies in alone", into=True, out=False),
+            self._copy("page-locked copies out alone", into=False, out=True),
+        )
+
+    def _copy(self, how: str, *, into: bool, out: bool) -> Rate:
         depth = len(self._device_in)
         self._device.synchronize()
         started = time.perf_counter()
         for number in range(self._copies):
             place = number % len(self._host_in)
-            with torch.cuda.stream(self._in):
-                self._device_in[number % depth].copy_(self._host_in[place], non_blocking=True)
-            with torch.cuda.stream(self._out):
-                self._host_out[place].copy_(self._device_out[number % depth], non_blocking=True)
+            if into:
+                with torch.cuda.stream(self._in):
+                    self._device_in[number % depth].copy_(self._host_in[place], non_blocking=True)
+            if out:
+                with torch.cuda.stream(self._out):
+                    self._host_out[place].copy_(self._device_out[number % depth], non_blocking=True)
         self._device.synchronize()
         nbytes = self._copies * self._copy_nbytes
-        return [
-            Rate(
-                how="page-locked copies in and out at once",
-                seconds=time.perf_counter() - started,
-                read_nbytes=nbytes,
-                written_nbytes=nbytes,
-            )
-        ]
+        return Rate(
+            how=how,
+            seconds=time.perf_counter() - started,
+            read_nbytes=nbytes if into else 0,
+            written_nbytes=nbytes if out else 0,
+        )
 
     def close(self) -> None:
         """See `Limit`."""
@@ -150,19 +163,27 @@ class HostCopies:
 
     def measure(self) -> list[Rate]:
         """See `Limit`."""
+        return [self._timed("memcpy by two threads (no GPU)", into=True, out=True)]
+
+    def one_way(self) -> tuple[Rate, Rate]:
+        """See `Limit`."""
+        return (
+            self._timed("memcpy in alone (no GPU)", into=True, out=False),
+            self._timed("memcpy out alone (no GPU)", into=False, out=True),
+        )
+
+    def _timed(self, how: str, *, into: bool, out: bool) -> Rate:
         started = time.perf_counter()
-        ways = [(self._near[0], self._far[0]), (self._far[1], self._near[1])]
+        ways = [(self._near[0], self._far[0])] * into + [(self._far[1], self._near[1])] * out
         for way in [self._threads.submit(self._copy, *way) for way in ways]:
             way.result()
         nbytes = self._copies * self._copy_nbytes
-        return [
-            Rate(
-                how="memcpy by two threads (no GPU)",
-                seconds=time.perf_counter() - started,
-                read_nbytes=nbytes,
-                written_nbytes=nbytes,
-            )
-        ]
+        return Rate(
+            how=how,
+            seconds=time.perf_counter() - started,
+            read_nbytes=nbytes if into else 0,
+            written_nbytes=nbytes if out else 0,
+        )
 
     def _copy(self, to: list[np.ndarray[Any, Any]], of: list[np.ndarray[Any, Any]]) -> None:
         for number in range(self._copies):

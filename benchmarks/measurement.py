@@ -79,6 +79,8 @@ class SizeResult:
         Measurements of the limit: one before the first step and one after each.
     repeats
         The steps.
+    one_way
+        Reading alone and writing alone, after each step, where that was asked for.
     """
 
     numel: int
@@ -92,6 +94,18 @@ class SizeResult:
     host_growth_nbytes: int
     limits: Sequence[Sequence[Rate]]
     repeats: Sequence[Repeat]
+    one_way: Sequence[tuple[Rate, Rate]] = ()
+
+    @property
+    def overlap_gains(self) -> list[float]:
+        """How much longer all bytes take when none are read and written at once, at the limits."""
+        return [
+            sum(rate.seconds for rate in one_way)
+            / sum(rate.read_nbytes + rate.written_nbytes for rate in one_way)
+            * limit
+            * 1e9
+            for one_way, limit in zip(self.one_way, self.limits_gb_per_s[1:], strict=False)
+        ]
 
     @property
     def limits_gb_per_s(self) -> list[float]:
@@ -112,6 +126,8 @@ class SizeResult:
         return {
             **dataclasses.asdict(self),
             "limits": [[rate.to_json() for rate in rates] for rates in self.limits],
+            "one_way": [[rate.to_json() for rate in rates] for rates in self.one_way],
+            "overlap_gains": self.overlap_gains,
             "repeats": [
                 {
                     **dataclasses.asdict(repeat),
@@ -133,6 +149,7 @@ def measure_size(
     repeats: int,
     warmup: int,
     seed: int,
+    one_way: bool = False,
 ) -> SizeResult:
     """Set up a state of one size, measure it, and remove it.
 
@@ -147,6 +164,8 @@ def measure_size(
     repeats, warmup
         Steps that count, and steps with a measurement of the limit that do not: after one of them
         every file has been written once and moments are not zero.
+    one_way
+        Whether to measure reading alone and writing alone after each step.
 
     Raises
     ------
@@ -154,7 +173,8 @@ def measure_size(
         The tier can't run, or has no room.
     """
     try:
-        return _measure(make_problem(numel, device, seed), config, optimizer, repeats, warmup)
+        problem = make_problem(numel, device, seed)
+        return _measure(problem, config, optimizer, repeats, warmup, one_way=one_way)
     finally:
         # The state and its callbacks refer to each other: they hold memory until a collection.
         gc.collect()
@@ -163,7 +183,13 @@ def measure_size(
 
 
 def _measure(
-    problem: Problem, config: TierConfig, optimizer: str, repeats: int, warmup: int
+    problem: Problem,
+    config: TierConfig,
+    optimizer: str,
+    repeats: int,
+    warmup: int,
+    *,
+    one_way: bool,
 ) -> SizeResult:
     device = problem.weight.device
     machine.reset_peak_memory()
@@ -180,10 +206,12 @@ def _measure(
             for _ in range(warmup):
                 limit.measure()
             limits = [limit.measure()]
-            steps = []
+            steps, one_ways = [], []
             for _ in range(repeats):
                 steps.append(timed_step(subject))
                 limits.append(limit.measure())
+                if one_way:
+                    one_ways.append(limit.one_way())
         finally:
             limit.close()
         store = subject.state.store
@@ -199,6 +227,7 @@ def _measure(
             host_growth_nbytes=host_growth_nbytes,
             limits=limits,
             repeats=steps,
+            one_way=one_ways,
         )
 
 

@@ -91,7 +91,16 @@ def size_tables(results: Sequence[SizeResult]) -> str:
     ways = dict.fromkeys(
         rate.how for result in results for rates in result.limits for rate in rates
     )
-    return "\n".join([speed, f"limit: {'; '.join(ways)}", "", time, "", memory])
+    without_overlap = [
+        f"{readable_numel(result.numel)} without overlap: "
+        f"{spread([read.gb_per_s for read, _ in result.one_way])} GB/s in, "
+        f"{spread([written.gb_per_s for _, written in result.one_way])} GB/s out; "
+        f"at the limits all takes {spread(result.overlap_gains)} times as long"
+        for result in results
+        if result.one_way
+    ]
+    limits = [f"limit: {'; '.join(ways)}", *without_overlap]
+    return "\n".join([speed, *limits, "", time, "", memory])
 
 
 def _typical(result: SizeResult, name: str) -> float:

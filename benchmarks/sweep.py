@@ -37,6 +37,7 @@ _OPTIONS = (
     "slots",
     "io_threads",
     "no_checksums",
+    "one_way",
     "warmup",
     "seed",
 )
@@ -68,6 +69,11 @@ def make_parser() -> argparse.ArgumentParser:
         "--no-checksums",
         action="store_true",
         help="leave the nvme tier's crc32c out, to tell what it costs from what the rest does",
+    )
+    parser.add_argument(
+        "--one-way",
+        action="store_true",
+        help="measure reading alone and writing alone too: what overlap can gain here at most",
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
@@ -123,6 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     repeats=args.repeats,
                     warmup=args.warmup,
                     seed=args.seed,
+                    one_way=args.one_way,
                 )
             results.append(result)
             # At once: a long run may be cut off before its last size.

@@ -161,11 +161,12 @@ def test_sweep(
     stores, report = tmp_path / "stores", tmp_path / "report.json"
     arguments = [*options, "--numel", "64K,1M", "--device", "cpu", "--repeats", "2"]
     arguments += ["--tile-numel", str(TILE_NUMEL), "--chunk-numel", str(8 * TILE_NUMEL)]
-    arguments += ["--io-threads", "2", "--json", str(report), "--dir", str(stores)]
+    arguments += ["--io-threads", "2", "--json", str(report), "--dir", str(stores), "--one-way"]
     with no_fio():
         assert sweep.main(arguments) == 0
     printed = capsys.readouterr().out
     assert "of the limit" in printed
+    assert "1M without overlap" in printed
     assert how in printed
     assert not stores.exists() or not list(stores.iterdir())
 
@@ -198,6 +199,14 @@ def test_sweep(
         # The same bytes as the sweep, and the checksums' blocks where there are files.
         assert rate["read_nbytes"] == rate["written_nbytes"]
         assert 0 <= rate["read_nbytes"] - 12 * PADDED_NUMEL <= 3 * 4096 * 16
+    both_ways = large["limits"][0][0]
+    for (read, written), gain, after in zip(
+        large["one_way"], large["overlap_gains"], large["limits"][1:], strict=True
+    ):
+        assert (read["read_nbytes"], read["written_nbytes"]) == (both_ways["read_nbytes"], 0)
+        assert (written["read_nbytes"], written["written_nbytes"]) == (0, both_ways["read_nbytes"])
+        in_turn_s = read["seconds"] + written["seconds"]
+        assert gain == pytest.approx(in_turn_s / after[0]["seconds"])
 
 
 @contextlib.contextmanager
@@ -290,10 +299,13 @@ def test_measuring_files_changes_no_bit(
             subject.come_to_rest()
             before = subject.arrays()
             rates = limit.measure()
+            read, written = limit.one_way()
             # A tile with its checksum by one call; kvikio moves the tile alone.
             call_nbytes = 4 * 4096 + (4096 if mover == "direct" else 0)
             nbytes = 3 * subject.layout.layout.n_tiles * call_nbytes
             assert {(rate.read_nbytes, rate.written_nbytes) for rate in rates} == {(nbytes, nbytes)}
+            assert (read.read_nbytes, read.written_nbytes) == (nbytes, 0)
+            assert (written.read_nbytes, written.written_nbytes) == (0, nbytes)
             expect_same_bits(subject.arrays(), before)
         limit.close()
         expect_same_bits({"weight": problem.weight, **subject.arrays()}, wanted)
