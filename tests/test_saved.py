@@ -36,6 +36,7 @@ from tierstore.filling import Filling, fill_from
 from tierstore.layout import StateLayout
 from tierstore.records import Identity, OptimizerLayout
 from tierstore.saved import SavedStore
+from tierstore.zarr_format import ARRAY_DTYPES
 
 # They have no type information.
 fsspec: Any = import_module("fsspec")
@@ -611,6 +612,23 @@ def test_stores_of_one_topology_fill_arrays_of_another(tmp_path: Path, seed: int
     for target, arrays in job.items():
         entry = OptimizerLayout(name=target.optimizer, layout=arrays.layout, arrays=FLOATS)
         wanted_tiles(fill_from(saved, entry, rank=target.rank), entry, arrays)
+
+
+@pytest.mark.parametrize("wanted", ARRAY_DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_moments_of_another_type_are_converted(tmp_path: Path, dtype: str, wanted: str) -> None:
+    kinds = {"main": "float32", "exp_avg": dtype}
+    ((source, arrays),) = one_rank(10_000, tile_numel=4096, chunk_numel=8192).items()
+    saved = SavedStore(write_job(tmp_path, {source: arrays}, arrays=kinds))
+    entry = OptimizerLayout(
+        name="opt-0", layout=arrays.layout, arrays={"main": "float32", "exp_avg": wanted}
+    )
+    before = OptimizerLayout(name="opt-0", layout=arrays.layout, arrays=kinds)
+    for tile, found in fill_from(saved, entry):
+        values = tensors(before, arrays, tile.index)["exp_avg"][: tile.numel]
+        same = values.to(getattr(torch, wanted)).view(torch.uint8).numpy()
+        assert found["exp_avg"].tobytes() == same.tobytes()
+        assert found["exp_avg"].itemsize == ARRAY_DTYPES[wanted].itemsize
 
 
 def test_it_goes_through_memory_too(tmp_path: Path, memory: Any) -> None:

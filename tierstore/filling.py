@@ -13,6 +13,7 @@ from tierstore.copies import SourceId
 from tierstore.errors import CorruptError, LayoutError
 from tierstore.layout import Tile
 from tierstore.reshard import plan
+from tierstore.zarr_format import ARRAY_DTYPES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -20,7 +21,27 @@ if TYPE_CHECKING:
     from tierstore.records import OptimizerLayout
     from tierstore.saved import SavedArray, SavedStore
 
-__all__ = ["Filling", "fill_from"]
+__all__ = ["Filling", "converted", "fill_from"]
+
+
+def converted(values: NDArray[Any], dtype: str, wanted: str) -> NDArray[Any]:
+    """Elements as those of another type, rounded to nearest even as torch does.
+
+    Parameters
+    ----------
+    values
+        The elements, or their bits where numpy has no such type.
+    dtype, wanted
+        Keys of `ARRAY_DTYPES`.
+    """
+    if dtype == wanted:
+        return values
+    import torch
+
+    # A copy: the tile is read-only, and kept for others.
+    found = torch.from_numpy(values.copy()).view(getattr(torch, dtype))
+    bits = np.dtype(ARRAY_DTYPES[wanted].zarr)
+    return found.to(getattr(torch, wanted)).view(torch.uint8).numpy().view(bits)
 
 
 def fill_from(
@@ -45,10 +66,13 @@ def fill_from(
         name only, which is safe where the rank's place in the job is the same as in the saved one;
         elsewhere they count as missing. None takes it to be the same.
 
+    Moments of another type are converted; main params are not.
+
     Raises
     ------
     LayoutError
-        Elements or arrays that nobody saved, or tensors or arrays of another shape or type.
+        Elements or arrays that nobody saved, tensors of another shape, or main params of another
+        type.
     """
     return Filling(saved, target, rank, topology)
 
@@ -88,10 +112,10 @@ class Filling:
 
     def _array(self, source: SourceId, name: str) -> SavedArray:
         found = self._saved.array(source.rank, source.optimizer, name)
-        if found.dtype != self._target.arrays[name]:
+        if name == "main" and found.dtype != self._target.arrays[name]:
             raise LayoutError(
                 f"{found} is {found.dtype}, and {self._target.name}/{name} is to be "
-                f"{self._target.arrays[name]}: state is not converted"
+                f"{self._target.arrays[name]}: main params are not converted"
             )
         return found
 
@@ -110,7 +134,8 @@ class Filling:
         }
         for read in self.plan.reads(index):
             for name, out in arrays.items():
-                found = self._arrays[read.source, name].tile(read.tile)
+                array = self._arrays[read.source, name]
+                found = converted(array.tile(read.tile), array.dtype, self._target.arrays[name])
                 for copy in read.copies:
                     copy.apply(found, out)
         return arrays
