@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tierstore._saved_counters import group_steps_of, scalars_of
 from tierstore.copies import SourceId
-from tierstore.errors import CorruptError, LayoutError
+from tierstore.errors import LayoutError
 from tierstore.layout import Tile
 from tierstore.reshard import plan
 from tierstore.zarr_format import ARRAY_DTYPES
@@ -184,14 +185,7 @@ class Filling:
         """
         steps: dict[int, SourceId] = {}
         for source in self.plan.sources or self._layouts:
-            try:
-                groups = [dict(entry) for entry in self._counters(source)["groups"]]
-                # A group of which the rank held nothing may not have counted.
-                steps |= {int(entry["step"]): source for entry in groups if "step" in entry}
-            except (KeyError, TypeError, ValueError) as error:
-                raise CorruptError(
-                    f"{self._saved}: the counters of {source} have no groups: {error!r}"
-                ) from error
+            steps |= dict.fromkeys(group_steps_of(self._saved, source), source)
         if len(steps) > 1:
             said = ", ".join(f"{step} on {source}" for step, source in steps.items())
             raise LayoutError(f"the groups of {self._target.name} have different steps: {said}")
@@ -217,12 +211,6 @@ class Filling:
             },
         }
 
-    def _counters(self, source: SourceId) -> Mapping[str, Any]:
-        found = self._saved.ranks[source.rank].commit.state.get(source.optimizer)
-        if not isinstance(found, dict):
-            raise CorruptError(f"{self._saved} has no counters of {source}")
-        return found
-
     @cached_property
     def _namesakes(self) -> dict[str, dict[tuple[SourceId, int], None]]:
         found: dict[str, dict[tuple[SourceId, int], None]] = {}
@@ -234,32 +222,5 @@ class Filling:
     def _saved_scalars(self, source: SourceId) -> list[dict[str, float]]:
         """The scalars of each shard of a source."""
         if source not in self._known_scalars:
-            rows: list[dict[str, float]] = [{} for _ in self._layouts[source].shards]
-            for name, runs in _runs(self._saved, source, self._counters(source)).items():
-                if sum(length for _, length in runs) != len(rows):
-                    raise CorruptError(f"{self._saved}: {source} has not one {name} for each shard")
-                values = (value for value, length in runs for _ in range(length))
-                for row, value in zip(rows, values, strict=True):
-                    row[name] = value
-            self._known_scalars[source] = rows
+            self._known_scalars[source] = scalars_of(self._saved, source)
         return self._known_scalars[source]
-
-
-def _runs(
-    saved: SavedStore, source: SourceId, counters: Mapping[str, Any]
-) -> dict[str, list[tuple[float, int]]]:
-    try:
-        return {
-            str(name): [(float(value), _length(length)) for value, length in runs]
-            for name, runs in counters["scalars"].items()
-        }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptError(
-            f"{saved}: the counters of {source} are no scalars: {error!r}"
-        ) from error
-
-
-def _length(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no number of shards")
-    return value

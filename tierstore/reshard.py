@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from tierstore.layout import Piece, Shard, StateLayout
 
-__all__ = ["Plan", "TileRead", "plan"]
+__all__ = ["Held", "Holders", "Plan", "TileRead", "array_regions", "plan"]
 
 _MOST_NAMES = 20
 
@@ -153,7 +153,7 @@ def plan(
     )
 
 
-class _Held(NamedTuple):
+class Held(NamedTuple):
     """A region that a source's shard holds; its flat elements are those of the array."""
 
     source: SourceId
@@ -162,11 +162,11 @@ class _Held(NamedTuple):
     region: Region
 
 
-class _Holders:
+class Holders:
     """All that hold a part of one tensor, by source."""
 
     def __init__(self) -> None:
-        self.entries: list[_Held] = []
+        self.entries: list[Held] = []
 
     @cached_property
     def _starts(self) -> NDArray[np.int64]:
@@ -177,7 +177,10 @@ class _Holders:
         return np.array([entry.region.end for entry in self.entries], np.int64)
 
     def copies(self, number: int, name: str, wanted: Region, rank: int | None) -> Iterator[Copy]:
-        """Copies into a region of shard `number` of the target, as far as there are any."""
+        """Copies into a region of shard `number` of the target, as far as there are any.
+
+        No element is copied twice; the holders on `rank` come first, then those of the same name.
+        """
         low = np.maximum(self._starts, wanted.offset)
         high = np.minimum(self._ends, wanted.end)
         order = sorted(
@@ -233,22 +236,22 @@ class _Index:
         ]
 
     @cached_property
-    def _same(self) -> defaultdict[Any, _Holders]:
+    def _same(self) -> defaultdict[Any, Holders]:
         """Flat ranges of local tensors, by what says that two of them are the same tensor."""
-        found: defaultdict[Any, _Holders] = defaultdict(_Holders)
+        found: defaultdict[Any, Holders] = defaultdict(Holders)
         for source, number, shard in self._saved:
-            held = _Held(source, number, shard.name, _flat_range(shard))
+            held = Held(source, number, shard.name, _flat_range(shard))
             found[_same_tensor(shard)].entries.append(held)
         return found
 
     @cached_property
-    def _global(self) -> defaultdict[str, _Holders]:
+    def _global(self) -> defaultdict[str, Holders]:
         """Regions of global tensors, by their keys."""
-        found: defaultdict[str, _Holders] = defaultdict(_Holders)
+        found: defaultdict[str, Holders] = defaultdict(Holders)
         for source, number, shard in self._saved:
             if any(piece.key in self._wanted for piece in shard.pieces):
-                for region in _array_regions(shard):
-                    held = _Held(source, number, shard.name, region)
+                for region in array_regions(shard):
+                    held = Held(source, number, shard.name, region)
                     found[region.key].entries.append(held)
         return found
 
@@ -268,7 +271,7 @@ class _Index:
         if sum(copy.numel for copy in found) < shard.numel and shard.pieces:
             found = [
                 copy
-                for region in _array_regions(shard)
+                for region in array_regions(shard)
                 if region.key in self._global
                 for copy in self._global[region.key].copies(number, shard.name, region, rank)
             ]
@@ -282,7 +285,7 @@ def _same_tensor(shard: Shard) -> Any:
     return shard.local_shape, shard.name, shard.param_start, shard.numel
 
 
-def _require_one(shard: Shard, same: _Holders, rank: int | None) -> None:
+def _require_one(shard: Shard, same: Holders, rank: int | None) -> None:
     sources = [entry.source for entry in same.entries]
     ranks = {source.rank for source in sources}
     if len(ranks) > 1 and rank not in ranks:
@@ -303,7 +306,7 @@ def _flat_range(shard: Shard) -> Region:
     )
 
 
-def _array_regions(shard: Shard) -> Iterator[Region]:
+def array_regions(shard: Shard) -> Iterator[Region]:
     """The regions of a shard, with the array's elements for flat ones."""
     coordinates = ShardCoordinates(shard)
     for region in coordinates.regions():
