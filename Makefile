@@ -117,6 +117,11 @@ lint: $(VENV)/dev.done ## formatting, lint, types, direction of imports, list of
 	$(VENV)/bin/lint-imports
 	$(PY) -m pytest -q tests/test_packaging.py -k 'package_list or test_link'
 
+.PHONY: docs
+docs: $(VENV)/demo.done ## write the pages that are made from the code
+	$(PY) -c 'from tierstore.adapters.megatron.options import page; print(page(), end="")' \
+	  > docs/OPTIONS.md
+
 .PHONY: format
 format: $(VENV)/dev.done ## let ruff format and mend what it safely can
 	$(VENV)/bin/ruff format

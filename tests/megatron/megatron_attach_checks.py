@@ -66,7 +66,7 @@ def options_of_the_optimizer(directory: Path) -> None:
     trainer.model.config.qk_clip = True
     said = refusal(lambda: tiers.attach(trainer.optimizer, TierConfig(tier="cpu")), ConfigError)
     for name in [*unsafe, "fp8_param_gather", "qk_clip"]:
-        check(f"- {name}: " in said, said)
+        check(f"- --{name.replace('_', '-')} (on): " in said, said)
     check("step" not in vars(optimizer.optimizer), "the inner step was replaced")
 
 
